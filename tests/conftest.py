@@ -1,4 +1,4 @@
-"""What every test starts from: compiled nothing, seeded, and no GPU test where there is no GPU."""
+"""The start of every test: nothing is compiled, numbers are seeded, and GPU tests run on GPUs alone."""
 
 import contextlib
 import os

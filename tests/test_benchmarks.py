@@ -59,7 +59,7 @@ def test_the_input_is_no_output(step):
 
 
 def test_the_gradient_of_the_output_is_none_of_the_input(step):
-    """The same of a backward that computed nothing."""
+    """A backward that computed nothing is refused in the same way."""
     _, x, dy, expected = step
     found = Step(expected.output, {**expected.gradients, "x": dy.clone()})
     require_step("block", expected, found, Bench(), **BOUNDS)
@@ -338,7 +338,7 @@ def test_what_outlives_a_command_is_not_waited_for(tmp_path):
 
 
 def test_sigterm_ends_what_was_started(tmp_path):
-    """Which is in a session of its own, and would keep the GPU busy."""
+    """It is in a session of its own, and would keep the GPU busy."""
     sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
     script = "import pathlib, sys; from benchmarks import processes; processes.raise_on_sigterm(); "
     script += f"processes.run([sys.executable, '-c', {sleeper!r}], pathlib.Path({str(tmp_path / 'log')!r}).open('wb'), 300)"

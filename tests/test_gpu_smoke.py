@@ -229,7 +229,7 @@ def test_one_failure_costs_one_row(bad_cases, tmp_path, capsys):
 
 
 def test_rows_are_written_as_they_come(bad_cases, tmp_path, monkeypatch):
-    """What ends part 0 itself leaves them."""
+    """The end of part 0 itself leaves them."""
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -244,7 +244,7 @@ def test_rows_are_written_as_they_come(bad_cases, tmp_path, monkeypatch):
 
 
 def test_the_time_of_part_0_ends(bad_cases, tmp_path, monkeypatch):
-    """What runs then is ended, what waits is named."""
+    """Running groups are ended then, waiting ones are named."""
     monkeypatch.setattr(run, "num_cores", lambda: 1)
     assert not run.run(tmp_path, ("bad", "good"), device="cpu", limit=0.5)
     _, rows = lines_of(tmp_path)
@@ -265,7 +265,7 @@ pathlib.Path(path).write_text(json.dumps(row) + "\\n" + json.dumps({"status": "f
     ("cores", "names", "threads"), [(9, "abcdef", 1), (9, "ab", 4), (9, "a", 9), (1, "ab", 1), (9, [ALONE], 9)]
 )
 def test_groups_that_run_side_by_side_divide_the_machine(cores, names, threads, tmp_path, monkeypatch):
-    """What torch computes with, and Inductor compiles with; the group that is timed has it all. What the user sets stays."""
+    """Cores of torch and of Inductor's compilers; the group that is timed has all of them. What the user sets stays."""
     for variable in processes.share(1):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(run, "_WORKER", ("-c", _TELLS_ITS_SHARE))

@@ -42,7 +42,7 @@ def test_every_option_of_transformer_engine_is_in_its_migration_page():
 
 @pytest.mark.parametrize("page", ["coming-from-torchao", "coming-from-transformer-engine"])
 def test_options_that_a_migration_page_names_exist(page):
-    """What stands in the column "here" is an option of a recipe or of `fp8_compile`."""
+    """A name in the column "here" is an option of a recipe or of `fp8_compile`."""
     recipes = [getattr(fp8pass, name) for name in fp8pass.__all__ if name.endswith("Scaling")]
     known = {option for recipe in recipes for option in inspect.signature(recipe).parameters}
     known |= set(inspect.signature(fp8_compile).parameters)

@@ -1,4 +1,4 @@
-"""What is published: the source distribution holds every file that is tracked, but for those of the repository itself, and the
+"""The published files: the source distribution holds every tracked file, but for those of the repository itself, and the
 wheel alone runs the README's example."""
 
 import pathlib

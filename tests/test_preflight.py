@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` needs: torch, Triton, numpy and a C compiler; what it says of the rest, and that it does without."""
+"""The needs of `benchmarks.gpu`: torch, Triton, numpy and a C compiler; it names the rest and does without."""
 
 import json
 import shutil

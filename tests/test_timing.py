@@ -1,4 +1,4 @@
-"""How contestants are timed: in turns, long enough, each with its clocks, and without those that fail."""
+"""The timing of contestants: in turns, long enough, each with its clocks, and without those that fail."""
 
 import datetime
 import os

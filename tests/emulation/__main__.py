@@ -21,7 +21,7 @@ MODULES = {"tensor_casts": tensor_casts, "block_casts": block_casts, "statistics
 
 
 def results_of(module: Any) -> dict[str, Any]:
-    """What the checks of a module returned, each with an empty folder, or raised."""
+    """The results of the checks of a module, each with an empty folder, or what they raised."""
     results: dict[str, Any] = {}
     for name, check in module.CHECKS.items():
         torch._dynamo.reset()

@@ -29,7 +29,7 @@ class Case:
     options: dict[str, Any] | None = None
     """Inductor's."""
     generates: str = ""
-    """What the generated code must contain, for the case to be one."""
+    """Text that the generated code must contain, for the case to be one."""
 
 
 class Ragged(nn.Module):
@@ -125,7 +125,7 @@ def check_emulated(name: str, folder: pathlib.Path) -> None:
 
 
 def check_on_gpu(name: str) -> None:
-    """The same on a GPU."""
+    """Run on a GPU."""
     _compare(_CASES[name], _train(_CASES[name], "inductor", "cuda"), _train(_CASES[name], "aot_eager", "cuda"))
 
 

@@ -1,4 +1,4 @@
-"""What the checks share that compare lowerings with the reference."""
+"""Helpers of the checks that compare lowerings with the reference."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What Inductor generates for an H200 computes what the rewritten graph says: shown without a GPU."""
+"""The code that Inductor generates for an H200 computes what the rewritten graph says: shown without a GPU."""
 
 import functools
 import json
@@ -21,8 +21,8 @@ needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Trito
 
 @functools.cache
 def results() -> dict[str, dict[str, Any]]:
-    """What the checks of each module found, in a process of its own, which Triton's interpreter needs: one for all of them, for
-    half of what a few checks take is imports."""
+    """The findings of the checks of each module, in one process of Triton's interpreter: half of what a few checks take is
+    imports."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.emulation"],
         env=os.environ | {"TRITON_INTERPRET": "1"},

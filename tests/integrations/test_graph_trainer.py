@@ -156,7 +156,7 @@ def batch(step, vocabulary):
 
 
 def step_of(trainer, model, pipeline, step):
-    """What GraphTrainer.train_step does: the hook, then forward and backward."""
+    """One GraphTrainer.train_step: the hook, then forward and backward."""
     registry = importlib.import_module(f"{PACKAGE}.registry")
     registry.PRE_TRAIN_STEP_HOOKS[pipeline](trainer)
     tokens, labels = batch(step, model.tok_embeddings.weight.shape[0])

@@ -83,7 +83,7 @@ def test_two_ranks_agree_and_resume_bit_for_bit(tmp_path):
 
 
 def fit(rank, folder):
-    """What `train` returns, of Lightning: six steps in two epochs, and the second epoch again from its checkpoint."""
+    """Train by Lightning: six steps in two epochs, and the second epoch again from its checkpoint; results as of `train`."""
     from lightning.pytorch import Trainer, callbacks
     from torch.utils.data import DataLoader
 

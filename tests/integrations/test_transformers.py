@@ -113,7 +113,7 @@ def test_only_the_model_is_saved_if_asked_for(tmp_path):
 
 
 class Preemption(transformers.TrainerCallback):
-    """What a SIGTERM asks of the Trainer, at the second step."""
+    """A stop of the Trainer at the second step, as after a SIGTERM."""
 
     def __init__(self, event):
         setattr(self, event, self.ask)

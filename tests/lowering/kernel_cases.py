@@ -195,7 +195,7 @@ def quantize_beside_ties(device: str) -> None:
 
 @case
 def quantize_by_ptx(device: str) -> None:
-    """What is compiled for GPUs (lowering/formats.py), executed by tests/support/ptx_machine.py off one: whole kernels."""
+    """Whole kernels with the PTX that is compiled for GPUs, executed by tests/support/ptx_machine.py off one."""
     if device == "cuda":
         return
     import triton.language as tl
@@ -227,7 +227,7 @@ def cast_transpose(device: str) -> None:
 
 @case
 def partial_amaxes(device: str) -> None:
-    """Of matrices of several tiles either way, row-major and column-major; in any order."""
+    """Matrices of several tiles either way, row-major and column-major; in any order."""
     xs = [
         awkward(130, 257, torch.bfloat16, device),
         awkward(65, 129, torch.float32, device, non_finite=True),
@@ -490,7 +490,7 @@ def _lost(rows: int, cols: int, dtype: torch.dtype, device: str) -> torch.Tensor
 
 @case
 def statistics(device: str) -> None:
-    """Of matrices, strided ones and stacks; one scale, those of engines, of lines and of blocks; each copy and both."""
+    """Matrices, strided ones and stacks; one scale, those of engines, of lines and of blocks; each copy and both."""
     x, thin = _lost(100, 140, torch.bfloat16, device), _lost(33, 70, torch.float32, device).t()
     stack = torch.stack([_lost(40, 70, torch.float16, device), 3 * _lost(40, 70, torch.float16, device)])
     three = torch.tensor([1.0, 7.0, 0.01], device=device)
@@ -558,7 +558,7 @@ def epilogues(device: str) -> None:
 
 @case
 def tile_counts(device: str) -> None:
-    """Of sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
+    """Sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
     from tests.support.tile_count import count
 
     largest = 2**31 - 1

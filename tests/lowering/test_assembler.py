@@ -1,4 +1,4 @@
-"""Which ptxas assembles our kernels, that other kernels keep theirs, and that cached cubins of two assemblers are two."""
+"""The ptxas that assembles our kernels; other kernels keep theirs, and cached cubins of two assemblers are two."""
 
 import importlib
 import operator

@@ -179,7 +179,7 @@ def asked(a, b, bias, granularity_a, granularity_b, out_dtype) -> BlockwiseGemm:
 @pytest.mark.parametrize(("m", "k", "n"), [(8, 128, 16), (132, 384, 256), (4, 1024, 128)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scale_views_for_cublaslt_are_the_same_memory(m, k, n, pair):
-    """What torch's v2 documents: 1x128 [outer, K/128] strides (1, outer), 128x128 [L4, outer/128] strides (1, L4)."""
+    """As torch's v2 documents: 1x128 [outer, K/128] strides (1, outer), 128x128 [L4, outer/128] strides (1, L4)."""
     for outer, granularity in ((m, pair[0]), (n, pair[1])):
         x = torch.randn(outer, k)
         _, scale_inv = lowering.cast_blockwise(x, E4M3, granularity=granularity)
@@ -290,7 +290,7 @@ def test_cublaslt_refuses_neither_m_nor_a_float32_bias(m, bias_dtype, out_dtype,
 
 
 def one_byte_on(x):
-    """The same bytes, which begin one after a multiple of 16."""
+    """Copy the bytes to an address that is one after a multiple of 16."""
     memory = torch.empty(x.numel() + 16, dtype=x.dtype)
     start = -memory.data_ptr() % 16 + 1
     moved = memory[start : start + x.numel()].view(x.shape)

@@ -1,4 +1,4 @@
-"""Who computes a GEMM, and how, is decided once for all of a kind, and anew for each that differs in what decides."""
+"""The implementation of a GEMM is decided once for all of a kind, and anew for each that differs in what decides."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ M, N, K = 8, 48, 272
 
 
 def moved(x, by):
-    """The same values and strides, `by` bytes behind an address that is a multiple of 16."""
+    """Copy with the strides, `by` bytes behind an address that is a multiple of 16."""
     strides = x.stride()
     memory = torch.zeros(sum((s - 1) * t for s, t in zip(x.shape, strides, strict=True)) + 1 + 32, dtype=x.dtype)
     start = (-memory.data_ptr() % 16 + by) // x.element_size()
@@ -35,7 +35,7 @@ def moved(x, by):
 
 
 def spread(x):
-    """The same values in rows that are further apart."""
+    """Copy to rows that are further apart."""
     wide = torch.zeros(x.shape[0], x.shape[1] + 16, dtype=torch.uint8)[:, : x.shape[1]]
     return wide.copy_(x.view(torch.uint8)).view(x.dtype)
 
@@ -217,7 +217,7 @@ def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
 
 
 def python_calls(function):
-    """How many functions a call of this one calls, in Python and in C."""
+    """The number of functions that a call of this one calls, in Python and in C."""
     found = []
     sys.setprofile(lambda frame, event, what: found.append(event) if event in ("call", "c_call") else None)
     try:

@@ -19,13 +19,13 @@ SIZES = (64, 128, 2, 64)
 
 @functools.cache
 def codes(recipe: str | None, layers: int) -> list[str]:
-    """Of forward and of backward."""
+    """The generated code of forward and of backward."""
     compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
     return [graph.code for graph in reports_of_stack(compile_model, layers, SIZES)]
 
 
 def growth(recipe: str | None) -> list[int]:
-    """How many more kernels four layers have than two, in forward and in backward: the first and the last are special."""
+    """The kernels that four layers have beyond those of two, in forward and in backward: the first and the last are special."""
     two, four = ([distinct(code) for code in codes(recipe, layers)] for layers in (2, 4))
     assert min(two) >= 3
     return [more - less for less, more in zip(two, four, strict=True)]

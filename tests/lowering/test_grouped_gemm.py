@@ -1,4 +1,4 @@
-"""Who computes a grouped GEMM: CUTLASS after a trial, and what torch is passed."""
+"""The implementation of a grouped GEMM: CUTLASS after a trial, and what torch is passed."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What generated H200 code hands to FP8 GEMMs: strides, addresses and scales as cuBLASLt takes them, which no CPU checks."""
+"""Operands of FP8 GEMMs in generated H200 code: strides, addresses and scales as cuBLASLt takes them, which no CPU checks."""
 
 import re
 from collections.abc import Callable
@@ -195,7 +195,7 @@ def test_casts_as_engines_make_them_are_called(recipe, engine, casts):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_scales_of_rows_join_the_code_behind_the_gemm(gpu, fast_accum, is_rowwise, has_bias):
-    """Where the per-tensor GEMM writes float32, one generated kernel reads it: 6 bytes per element, and none of eager code."""
+    """One generated kernel reads the float32 of a per-tensor GEMM: 6 bytes per element, and none of eager code."""
 
     def function(a, b, scale_a, scale_b, bias):
         out = ops.scaled_mm_rowwise(a, b.t(), scale_a, scale_b, bias if has_bias else None, fast_accum=fast_accum)

@@ -26,7 +26,7 @@ needs_gpu = pytest.mark.skipif(
 
 
 def interpreted(module: str) -> dict[str, str | None]:
-    """What each case of a module raised in Triton's interpreter, which only a process of its own can switch on."""
+    """The error of each case of a module in Triton's interpreter, which only a process of its own can switch on."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -186,7 +186,7 @@ def test_wrong_lists_are_refused():
 @needs_triton
 @each("name", NAMESPACE.operations)
 def test_every_provider_has_the_signature_of_its_reference(name):
-    """Those of lazy providers are compared when they are imported, which raises where they differ."""
+    """Signatures of lazy providers are compared when they are imported, which raises where they differ."""
     *providers, reference = NAMESPACE.operations[name].implementations()
     names = {function.__name__.removesuffix("_on_cpu") for function in providers}
     assert names <= {reference.__name__}

@@ -41,7 +41,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(launch: Launch, arch: int) -> Compiled:
-    """What a launch compiles to."""
+    """Compile a launch."""
     result = compile_launch(launch, arch)
     return Compiled(result.asm["ttgir"], result.asm["ptx"], used(result))
 
@@ -61,7 +61,7 @@ def call(name: str, *arguments, **options) -> list[Launch]:
 
 
 def blockwise(block: str, fp8: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, both: bool = False, **options):
-    """Of three matrices in one launch."""
+    """Launch the cast of three matrices."""
     copies = {"columnwise": True} if both else one_copy(**options)
     return call("cast_blockwise", [matrix(4096, 4096, dtype)] * 3, fp8, granularity=f"block_{block}", **copies)
 

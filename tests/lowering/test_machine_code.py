@@ -32,7 +32,7 @@ RECIPES = ("delayed", "current", "rowwise", "rowwise_with_gw_hp", "blockwise", "
 
 
 def said_of_each(cubins: Sequence[bytes]) -> list[str]:
-    """Of each what is wrong with it, "" if nothing is. Equal ones are analysed once."""
+    """The findings of each in words, "" if there are none. Equal ones are analysed once."""
     new = [cubin for cubin in dict.fromkeys(cubins) if cubin not in _said]
     _said.update((cubin, said_of(dump)) for cubin, dump in zip(new, disassemble(new), strict=True))
     return [_said[cubin] for cubin in cubins]
@@ -42,7 +42,7 @@ _said: dict[bytes, str] = {}
 
 
 def said_of(dump: str) -> str:
-    """How many findings of each kind, and one of them in words; "" if nothing is wrong."""
+    """The number of findings of each kind, and one of them in words; "" if nothing is wrong."""
     try:
         found = findings_of_text(dump)
     except UnknownInstruction as error:
@@ -66,7 +66,7 @@ def require_right(cubins: Iterator[tuple[str, bytes]]) -> None:
 
 
 def hand_written() -> Iterator[tuple[str, Launch]]:
-    """Of the catalogue every seventh GEMM, and some configurations of every other kernel."""
+    """Every seventh GEMM of the catalogue, and some configurations of every other kernel."""
     for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
         yield name, call.launches()[0]
     for kernel, found in kernel_limits.by_kernel(catalogue.configurations(catalogue.casts())).items():
@@ -124,7 +124,7 @@ def fused_casts(model: str, recipe: str, folder: pathlib.Path) -> Iterator[tuple
 
 
 def cubins_of(source: str, folder: pathlib.Path) -> list[bytes]:
-    """Of each configuration. Recipes share many kernels, under other names."""
+    """The cubin of each configuration. Recipes share many kernels, under other names."""
     if source not in _cubins:
         kernel = load_kernel("kernel", source, folder / f"kernel{len(_cubins)}.py")
         _cubins[source] = [compile_config(kernel, config).asm["cubin"] for config in kernel.configs]

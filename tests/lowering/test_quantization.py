@@ -1,4 +1,4 @@
-"""What quantization with scales of rows and of blocks has in common: shapes, zeros, non-finite elements, bounds of scales."""
+"""Common properties of quantization with scales of rows and of blocks: shapes, zeros, non-finite elements, bounds of scales."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_epsilon_bounds_the_scale_and_applies_to_zeros(kind):
     ],
 )
 def test_an_infinite_scale_becomes_the_largest_number(kind, dtype, largest):
-    """Of the input's dtype for blocks."""
+    """The largest number is that of the input's dtype for blocks."""
     for power_of_2, scale in ((False, largest), (True, 2.0**127)):
         _, scale_inv = quantized(kind, torch.full((1, 128), 1e-38, dtype=dtype), power_of_2=power_of_2)
         assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())

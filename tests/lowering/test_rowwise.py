@@ -171,7 +171,7 @@ def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
 
 @functools.cache
 def cpu_gemm_takes_rows() -> bool:
-    """Whether torch's GEMM of CPUs takes a scale per row: before 2.13 it does not."""
+    """True if torch's GEMM of CPUs takes a scale per row: before 2.13 it does not."""
     a, b, scale_a, scale_b = operands(16, 16, 16)
     try:
         torch._scaled_mm(a, b, scale_a, scale_b.t(), out_dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def cpu_gemm_takes_rows() -> bool:
 
 
 def provided(arguments, capability, cuda=(12, 9), version=(2, 13), **options):
-    """What runs on a GPU of this capability, with a GEMM of the CPU as strict as the GPU's; and the scales it was given."""
+    """Run what a GPU of this capability runs, with a GEMM of the CPU as strict as the GPU's; and the scales it was given."""
     from lowering import tensor_cores as gemm
 
     lenient, scales, takes_rows = torch._scaled_mm, [], cpu_gemm_takes_rows()

@@ -48,7 +48,7 @@ def power_of_2_below(scale):
 
 
 def scales(block, dtype, kind, power_of_2):
-    """What a block is multiplied by, and what its FP8 values are."""
+    """The factor of a block, and its FP8 values."""
     amax = np.abs(block).max() if block.size else np.float32(0)
     if kind == "block_1x32":
         quotient = np.float32(amax / np.float32(LIMIT[dtype]))

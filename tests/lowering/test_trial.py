@@ -126,7 +126,7 @@ SHAPES = [
     ],
 )
 def test_a_small_tensor_takes_the_same_variants(operation, given, options):
-    """Of every shape, of other strides, off an aligned address."""
+    """Calls of every shape, of other strides, off an aligned address."""
     function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
     wide = aligned(4096, 4112)
     views = [aligned(*shape) for shape in SHAPES] + [aligned(4096, 4096).t(), wide[:, 1:4097], wide[:, :4096], wide[:, :4095]]
@@ -155,7 +155,7 @@ def test_small_tensors_keep_what_the_others_share():
 
 
 def large_calls() -> dict[str, tuple[str, tuple, dict]]:
-    """Of all experts of a layer, of batches beside matrices, of all matrices of a model, and of an activation."""
+    """Calls for all experts of a layer, for batches beside matrices, of all matrices of a model, and of an activation."""
     experts = torch.empty(128, 4096, 2048, dtype=torch.bfloat16)
     weights = [aligned(4096, 4096), aligned(1024, 4096), aligned(14336, 4096)] * 32
     layout = {"columnwise": True}

@@ -13,7 +13,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def in_a_thread(function):
-    """What a function returns in a thread that imported nothing and that autograd did not start, such as one that serves."""
+    """The result of a function in a thread that imported nothing and that autograd did not start, such as one that serves."""
     found = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -81,7 +81,7 @@ def test_tables_are_kept_in_every_thread(on_device):
 
 
 def test_inductors_stream_is_that_of_its_manager():
-    """What `_inductor_warms_up` relies on: warm-ups switch to the manager's stream, and to its memory pool."""
+    """`_inductor_warms_up` relies on this: warm-ups switch to the manager's stream, and to its memory pool."""
     import inspect
 
     warm_up = inspect.getsource(trees.CUDAWarmupNode.run)

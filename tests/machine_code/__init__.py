@@ -1,4 +1,4 @@
-"""What assembled kernels do, read off their machine code (SASS): results that depend on bits which no instruction computed,
+"""Faults of assembled kernels, read off their machine code (SASS): results that depend on bits which no instruction computed,
 and registers that are used while a matrix product still has them.
 
 Assemblers are trusted with everything that tests on the CPU check, and ptxas 12.8 and 12.9 get kernels wrong that store an
@@ -23,11 +23,11 @@ class Finding:
     function: str
     """Name of the kernel."""
     address: int
-    """Of the instruction, in bytes from the beginning of the function."""
+    """The place of the instruction, in bytes from the beginning of the function."""
     instruction: str
     """Its text."""
     kind: str
-    """What depends on bits that nothing wrote: the data of a "store", an "address", a "guard" (the condition of a branch
+    """The use of bits that nothing wrote: the data of a "store", an "address", a "guard" (the condition of a branch
     or of any other instruction). Or what is wrong with FP8 bytes: a "layout" that an element does not reach, a "byte" stored
     among elements that is none."""
     register: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def findings(cubin: bytes) -> list[Finding]:
-    """What is wrong with the kernels of a cubin for SM89, SM90 or SM100; empty if nothing is.
+    """Find what is wrong with the kernels of a cubin for SM89, SM90 or SM100; empty if nothing is.
 
     Needs Triton, which ships the disassembler. UnknownInstruction: the cubin has an instruction that is in no table, so that
     nothing can be said of it. RuntimeError: it cannot be disassembled.
@@ -47,7 +47,7 @@ def findings(cubin: bytes) -> list[Finding]:
 
 
 def findings_of_text(sass: str) -> list[Finding]:
-    """The same of a dump, or of a listing of one function in its form."""
+    """Find it in a dump, or in a listing of one function in its form."""
     found = []
     for name, instructions in functions(sass).items():
         for use in undefined_uses(instructions):

@@ -1,4 +1,4 @@
-"""Which bits of a register some instruction wrote, and which of them are known: what each instruction makes of its sources.
+"""The bits of a register that some instruction wrote, and those that are known: what each instruction makes of its sources.
 
 The rules for instructions that move bits are exact; every other result is defined if all bits of all its sources are.
 """

@@ -20,9 +20,9 @@ class Use(NamedTuple):
     """"store", "address" or "guard"."""
     register: str
     undefined: int
-    """Which bits."""
+    """The undefined bits."""
     is_pointer: bool
-    """Whether they come from the stack pointer."""
+    """True if they come from the stack pointer."""
 
 
 def undefined_uses(instructions: list[Instruction]) -> list[Use]:
@@ -104,7 +104,7 @@ class _Definedness:
                 yield slot, state.get(data.names[i]) if data.names else Bits(rules.constant(0))
 
     def _results(self, state: State, instruction: Instruction, guard: Condition) -> list[Bits]:
-        """Of each register written, as if there were no guard."""
+        """The value of each register written, as if there were no guard."""
         slots = self.program.slots(instruction) if instruction.name == "LDL" else ()
         if slots:
             return [state.registers.get(slot, Bits(rules.DEFINED)) for slot in slots]

@@ -19,7 +19,7 @@ _TARGET = re.compile(r"((?:@!?U?P\w )?(?:BRA|CALL|RET|BSSY|LEPC)\b.*)\b(0x[0-9a-
 
 
 def disassemble(cubins: Sequence[bytes]) -> list[str]:
-    """What `cuobjdump -sass` prints of each of these cubins: "Function : name", then the instructions at their addresses.
+    """Disassemble these cubins by `cuobjdump -sass`: of each "Function : name", then the instructions at their addresses.
 
     Needs Triton, which ships the disassembler. RuntimeError: one of them cannot be disassembled.
     """

@@ -77,7 +77,7 @@ class Program:
         return [start for start, last in before if start not in targets and not falls_through(last)]
 
     def _slots_are_fixed(self) -> bool:
-        """Whether the stack pointer is set once: then its offsets name the same memory everywhere."""
+        """True if the stack pointer is set once: then its offsets name the same memory everywhere."""
         changes = [x for x in self.instructions for result in x.results if result.names == ("R1",)]
         return sum(any("R1" in source.names for source in x.sources) for x in changes) <= 1
 
@@ -98,7 +98,7 @@ class Program:
         return range(start, following)
 
     def successors(self, node: Node, last: int) -> Iterator[tuple[Node, bool]]:
-        """Where control goes behind the instruction at `last`, and whether that takes its branch."""
+        """The places where control goes behind the instruction at `last`, each with a flag: the branch is taken."""
         instruction = self.instructions[last]
         effect = instruction.opcode.effect
         behind = last + 1
@@ -125,7 +125,7 @@ TRANSFERS = (Effect.BRANCH, Effect.INDIRECT, Effect.CALL, Effect.RETURN, Effect.
 
 
 def falls_through(instruction: Instruction) -> bool:
-    """Whether the next instruction may run behind it (behind a call, it runs when the call returns)."""
+    """True if the next instruction may run behind it (behind a call, it runs when the call returns)."""
     effect = instruction.opcode.effect
     if effect is Effect.CALL and instruction.target is None:
         return True

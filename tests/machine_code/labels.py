@@ -15,7 +15,7 @@ CONSTANT = -1
 Byte = frozenset[int]
 """The elements that a byte may be of, and CONSTANT if it may be none."""
 Label = tuple[Byte, Byte, Byte, Byte]
-"""Of a register, lowest byte first."""
+"""Bytes of a register, lowest first."""
 
 NOTHING: Byte = frozenset()
 PLAIN: Label = (NOTHING, NOTHING, NOTHING, NOTHING)
@@ -138,7 +138,7 @@ def _logic(instruction: Instruction, read: Read, constant: Constant) -> Label:
 
 @functools.cache
 def _depends(table: int, k: int, values: tuple[int | None, ...]) -> bool:
-    """Whether a function of three bytes, some of them constant, depends on the k-th at any of their bits."""
+    """True if a function of three bytes, some of them constant, depends on the k-th at any of their bits."""
     for bit in range(8):
         for row in range(8):
             fits = all(v is None or (v >> bit & 1) == (row >> (2 - j) & 1) for j, v in enumerate(values) if j != k)

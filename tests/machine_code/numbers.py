@@ -53,7 +53,7 @@ class Numbers:
         return number
 
     def value_of(self, number: Value) -> int | None:
-        """Of a constant."""
+        """The number of a constant."""
         return self._constants.get(number) if isinstance(number, int) else None
 
     def stands_for(self, number: Value | None) -> Condition | None:
@@ -83,11 +83,11 @@ class Numbers:
     # -- conditions
 
     def imply(self, condition: Condition, *others: Condition) -> None:
-        """Where the condition holds, the others do. To be said before anything is asked of it."""
+        """Say that the others hold wherever the condition does. To be said before anything is asked of it."""
         self._implied[condition] = self._implied.get(condition, frozenset()).union(others)
 
     def implied(self, condition: Condition) -> Conditions:
-        """What was said of it."""
+        """The relations that were said of it."""
         return self._implied.get(condition, frozenset())
 
     def both(self, a: Condition, b: Condition) -> Condition:
@@ -172,7 +172,7 @@ class Numbers:
         return [self.fresh("P" if _is_predicate(name) else "R", (key, i)) for i, name in enumerate(names)]
 
     def guarded(self, guard: Condition, new: Value, old: Value) -> Value:
-        """Of a register that was written under a guard."""
+        """The number of a register that was written under a guard."""
         if new == old:
             return new
         if isinstance(new, Condition):
@@ -190,7 +190,7 @@ class Numbers:
         return self.number(self.key(operand, values))
 
     def condition(self, operand: Operand, values: Values) -> Condition:
-        """What a predicate among the sources, or a guard, says."""
+        """The condition of a predicate among the sources, or of a guard."""
         if operand.kind is Kind.CONSTANT:
             return TRUE if operand.value else TRUE.negated()
         condition = self.read(values, operand.names[0])
@@ -198,7 +198,7 @@ class Numbers:
         return condition.negated() if "!" in operand.sign else condition
 
     def key(self, operand: Operand, values: Values) -> Hashable:
-        """What an expression says of one of its operands."""
+        """The condition on one of the operands of an expression."""
         if operand.kind in (Kind.REGISTER, Kind.PREDICATE):
             return (operand.sign, operand.part, *(self.read(values, name) for name in operand.names))
         return (operand.text, *(self.read(values, name) for name in operand.names))
@@ -320,7 +320,7 @@ def _of_table(numbers: Numbers, inputs: list[Condition], table: int) -> Conditio
 
 
 def _voted(numbers: Numbers, instruction: Instruction, values: Values) -> list[Value] | None:
-    """What holds for all threads holds for each; what holds for none, for none. A uniform register that some thread's guard
+    """A predicate of all threads holds for each, one of none for none. A uniform register that some thread's guard
     let be written is written for all, so that in uniform code "any" is as good as the guard."""
     if len(instruction.results) > 1 or not _is_predicate("".join(instruction.results[0].names)):
         return None

@@ -1,4 +1,4 @@
-"""What each machine instruction of SM89, SM90 and SM100 writes, how wide, and what else it does. Data; no analysis.
+"""The machine instructions of SM89, SM90 and SM100: what each writes, how wide, and what else it does. Data; no analysis.
 
 An opcode that is not in OPCODES is refused, never taken for harmless. Every entry was read off the disassembly of kernels that
 use it; NVIDIA documents only what the opcodes are for.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Effect(enum.Enum):
-    """What an instruction does besides writing its results."""
+    """An effect of an instruction besides writing its results."""
 
     NONE = "none"
     LOAD = "load"
@@ -30,7 +30,7 @@ class Effect(enum.Enum):
 
 
 class Results(enum.Enum):
-    """Which of the operands are results."""
+    """The operands that are results."""
 
     NONE = "none"
     FIRST = "first"
@@ -89,7 +89,7 @@ def _coordinates(others: int) -> Width:
 
 
 def _fragment(part: str) -> Width:
-    """Of one warp's matrix product m x n x k, or of the product of four warps, 64 x n x k: registers of a thread."""
+    """Registers of one warp's matrix product m x n x k, or of the product of four warps, 64 x n x k: registers of a thread."""
 
     def width(modifiers: tuple[str, ...]) -> int:
         m, n, k = _shape(modifiers[0])
@@ -130,11 +130,11 @@ class Opcode:
 
     results: Results = Results.FIRST
     width: Width = _one
-    """Of results that are no predicates."""
+    """Registers of results that are no predicates."""
     reads: tuple[Width, ...] = ()
-    """Of sources by position; the last holds for all that follow, and one register where there is none."""
+    """Registers of sources by position; the last holds for all that follow, and one register where there is none."""
     addresses: Width = _one
-    """Of registers in brackets whose width the text leaves open."""
+    """Width of registers in brackets whose width the text leaves open."""
     effect: Effect = Effect.NONE
 
 

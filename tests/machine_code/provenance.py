@@ -1,4 +1,4 @@
-"""Where the bytes of FP8 conversions go: elements that are stored together must be stored in the same layouts.
+"""The ways of the bytes of FP8 conversions: elements that are stored together must be stored in the same layouts.
 
 NOTE [ways] A kernel that stores two layouts of a tile converts each element once and sends its byte two ways: to global memory
 from the thread that made it, and through shared memory to the thread that stores it in the other layout. An element is a
@@ -30,7 +30,7 @@ class Astray(NamedTuple):
     kind: str
     """"layout" or "byte"."""
     register: str
-    """What is converted, or the register that has the byte."""
+    """The converted register, or the one that has the byte."""
     message: str
 
 
@@ -65,7 +65,7 @@ def astray(instructions: list[Instruction]) -> list[Astray]:
 
 
 class _Ways:
-    """Which ways the elements go, and which elements are neighbours."""
+    """The ways of the elements, and the elements that are neighbours."""
 
     def __init__(self) -> None:
         self.goes: dict[int, set[str]] = {}
@@ -124,7 +124,7 @@ _WAYS = {"STG": "global memory", "ST": "global memory", "STS": "shared memory", 
 
 
 def _format(instruction: Instruction) -> str | None:
-    """Of a conversion to FP8."""
+    """The elements of a conversion to FP8."""
     if instruction.name != "F2FP" or not any(modifier.endswith("MERGE_C") for modifier in instruction.modifiers):
         return None
     return next((modifier for modifier in instruction.modifiers if modifier in ("E4M3", "E5M2")), None)
@@ -188,7 +188,7 @@ class _Provenance:
             state.labels.pop(name, None)
 
     def label(self, instruction: Instruction, state: Followed) -> Label:
-        """Of the last register of the results."""
+        """The bytes of the last register of the results."""
 
         def read(operand: Operand) -> Label:
             if operand.kind is Kind.CONSTANT:
@@ -207,7 +207,7 @@ class _Provenance:
         return self.numbers.value_of(self.numbers.operand(operand, state.values))
 
     def made(self, instruction: Instruction, state: Followed) -> list[Made | None]:
-        """What a conversion makes of floats, lower byte first; None of a constant."""
+        """The bytes that a conversion makes of floats, lower byte first; None of a constant."""
         *floats, _ = instruction.sources
         how = (_format(instruction), "RELU" in instruction.modifiers)
         values = [self.numbers.operand(source, state.values) for source in floats]

@@ -36,9 +36,9 @@ class Operand:
     names: tuple[str, ...] = ()
     """Registers in ascending order, "R4", "UR7", "P0", "UP1"; of an address, those that it is computed from."""
     value: int | None = None
-    """Of a constant whose 32 bits the text gives. PT is 32 ones, as predicates are words of equal bits."""
+    """The value of a constant whose 32 bits the text gives. PT is 32 ones, as predicates are words of equal bits."""
     sign: str = ""
-    """Of "-", "~", "!" and "|" (a magnitude), those that the text has."""
+    """The characters of "-", "~", "!" and "|" (a magnitude) that the text has."""
     part: str = ""
     """"H0_H0" for the lower half twice, "B1" for the second byte and so on; "" for the whole register."""
 
@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def bytes_moved(self) -> int:
-        """Of the first register that is loaded or stored: 1, 2 or 4."""
+        """The bytes of the first register that is loaded or stored: 1, 2 or 4."""
         return 1 if {"U8", "S8"} & set(self.modifiers) else 2 if {"U16", "S16"} & set(self.modifiers) else 4
 
 

@@ -1,4 +1,4 @@
-"""What is known of the registers at a point of a function: bits that are defined, always or under a condition.
+"""Knowledge of the registers at a point of a function: bits that are defined, always or under a condition.
 
 NOTE [conditions] A guarded instruction defines its result under its guard alone. So a register has bits that are defined on
 every path, and more bits under conditions, values of predicates. A mask that is "row in range AND column in range" implies
@@ -24,12 +24,12 @@ class Bits(NamedTuple):
     """A register."""
 
     word: Word
-    """Of every path."""
+    """The knowledge of every path."""
     when: Mapping[Condition, int] = _NOTHING
     """Defined bits under a condition, for conditions that define more."""
 
     def under(self, assumed: Conditions) -> Word:
-        """Where these conditions hold."""
+        """The state under these conditions."""
         if not self.when:
             return self.word
         defined, known, value = self.word
@@ -85,7 +85,7 @@ def simplified(word: Word, when: Mapping[Condition, int], facts: Conditions) -> 
 
 
 def join(states: list[State], numbers: Numbers, place: Hashable) -> State:
-    """What holds where several paths meet. `place` names values that differ on them."""
+    """Merge what is known where several paths meet. `place` names values that differ on them."""
     if len(states) == 1:
         return states[0]
     joined = State()

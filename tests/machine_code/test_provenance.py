@@ -1,4 +1,4 @@
-"""Where FP8 bytes go, on a few instructions: each listing has a variant without findings and one with."""
+"""The ways of FP8 bytes, on a few instructions: each listing has a variant without findings and one with."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How machine code is read: operands and their widths, control flow, and what is refused."""
+"""The reader of machine code: operands and their widths, control flow, and what is refused."""
 
 import pytest
 

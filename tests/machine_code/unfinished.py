@@ -26,11 +26,11 @@ class Touch(NamedTuple):
     instruction: Instruction
     register: str
     is_sum: bool
-    """Whether the product writes the register; else it reads it."""
+    """True if the product writes the register; else it reads it."""
 
 
 class Pending(NamedTuple):
-    """What unfinished products hold: register -> how many groups have been closed since that of its youngest product."""
+    """The registers that unfinished products hold: register -> number of groups closed since that of its youngest product."""
 
     sums: dict[str, int]
     operands: dict[str, int]
@@ -67,7 +67,7 @@ def _touches(state: Pending, instruction: Instruction) -> Iterator[Touch]:
 
 
 def _adds_to_the_same(state: Pending, instruction: Instruction, written: list[str]) -> bool:
-    """Whether the product adds to all sums of a group that has them, or to none that is unfinished."""
+    """True if the product adds to all sums of a group that has them, or to none that is unfinished."""
     held = [name for name in written if name in state.sums]
     descriptor = next(i for i, source in enumerate(instruction.sources) if source.text.startswith("gdesc"))
     sums = instruction.sources[descriptor + 1]
@@ -90,7 +90,7 @@ class _Pendency:
         return Pending(dict(state.sums), dict(state.operands))
 
     def join(self, states: list[Pending], node: Node) -> Pending:
-        """What is unfinished on any way here, as young as on any."""
+        """Merge what is unfinished on any way here, as young as on any."""
         joined = self.start()
         for state in states:
             for mine, theirs in zip(joined, state, strict=True):
@@ -117,7 +117,7 @@ def _close_group(state: Pending) -> None:
 
 
 def _groups_left(instruction: Instruction) -> int:
-    """How many of the youngest groups the barrier does not wait for."""
+    """The number of the youngest groups that the barrier does not wait for."""
     texts = [source.text for source in instruction.sources]
     if instruction.modifiers != ("DEPBAR", "LE") or texts[0] != GROUP or instruction.sources[1].value is None:
         raise UnknownInstruction(f"{instruction.address:#06x}: {instruction.text}: what this waits for is not known")

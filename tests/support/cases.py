@@ -68,7 +68,7 @@ def _pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
 
 
 def rest(rows: Iterable[Any]) -> list[Any]:
-    """Of pytest.mark.parametrize: rows that the exhaustive suite adds to those of the fast one."""
+    """Rows of pytest.mark.parametrize that the exhaustive suite adds to those of the fast one."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
 
 

@@ -39,18 +39,18 @@ LANGUAGES = ("python", "output", "sh", "text")
 
 
 def missing(*modules: str) -> bool:
-    """Whether one of the modules is not installed."""
+    """True if one of the modules is not installed."""
     return any(importlib.util.find_spec(module) is None for module in modules)
 
 
 def no_gpu() -> bool:
-    """Whether no CUDA device with FP8 tensor cores is there."""
+    """True if no CUDA device with FP8 tensor cores is there."""
     return not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 
 
 @dataclasses.dataclass
 class Printed:
-    """What the blocks of a page have printed since the last output block."""
+    """The text that the blocks of a page have printed since the last output block."""
 
     stream: io.StringIO = dataclasses.field(default_factory=io.StringIO)
 
@@ -116,7 +116,7 @@ def sentences(path: pathlib.Path) -> Iterator[str]:
 
 
 def num_blocks(path: pathlib.Path, language: str) -> int:
-    """How many blocks of a language the runner found in a page, without the invisible ones."""
+    """The number of blocks of a language that the runner found in a page, without the invisible ones."""
     document: Document = _sybil(Printed()).parse(path)
     return sum(
         e.region.lexemes is not None
@@ -190,7 +190,7 @@ def _check_module(words: list[str]) -> None:
 
 
 def _check_registry(words: list[str]) -> None:
-    """Of torchtitan's trainer: a file of examples/ has the configuration."""
+    """The configuration of torchtitan's trainer: a file of examples/ has the configuration."""
     file, name = words[words.index("--module") + 1], words[words.index("--config") + 1]
     assert f"def {name}()" in (ROOT / "examples" / f"{file}.py").read_text(), f"no configuration {name!r}"
 

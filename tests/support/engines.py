@@ -1,4 +1,4 @@
-"""How vLLM and SGLang read the tensors of an FP8 checkpoint, name by name, by their sources; neither runs here.
+"""The way in which vLLM and SGLang read the tensors of an FP8 checkpoint, name by name, by their sources; neither runs here.
 
 Read in vLLM 0.33.0 (4ba787ec9; vllm/model_executor: layers/quantization/fp8.py, utils/quant_utils.py, compressed_tensors/,
 models/utils.py) and SGLang 0.5.23 (sglang/srt: layers/quantization/fp8.py, utils.py, compressed_tensors/). Both build the
@@ -56,7 +56,7 @@ def obstacles(folder: pathlib.Path) -> Iterator[str]:
 
 
 def _mixed(fused: str, shards: tuple[str, ...], in_fp8: dict[str, bool], tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    """What the engines fuse must be alike, and blocks must not cross from one part into the next."""
+    """Parts that the engines fuse must be alike, and blocks must not cross from one part into the next."""
     for first in [m for m in in_fp8 if m.endswith(f".{shards[0]}")]:
         parts = [first.removesuffix(shards[0]) + shard for shard in shards]
         if len({in_fp8[part] for part in parts}) > 1:
@@ -73,7 +73,7 @@ def _is_blocked(tensors: dict[str, torch.Tensor], module: str) -> bool:
 
 
 def _parameters(config: dict[str, Any], module: str, weight: torch.Tensor) -> dict[str, Any] | None:
-    """What is registered for a Linear in FP8: names, each with dtypes and shapes that load; None for one in high precision."""
+    """The tensors of a Linear in FP8: names, each with dtypes and shapes that load; None for one in high precision."""
     rows, columns = weight.shape
     e4m3, f32, scalar = (torch.float8_e4m3fn,), (torch.float32,), ((), (1,))
     blocks = ((-(-rows // BLOCK), -(-columns // BLOCK)),)

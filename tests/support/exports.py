@@ -1,4 +1,4 @@
-"""What loads which export: a matrix of models, recipes, formats and loaders, and the table of it in docs/export.md.
+"""The loaders of exports: a matrix of models, recipes, formats and loaders, and the table of it in docs/export.md.
 
 `python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_matrix.py` compares.
 
@@ -104,7 +104,7 @@ class Exported:
     noise: float
     """The relative difference between its logits and those of the model in high precision."""
     weights: dict[str, torch.Tensor]
-    """What the exported Parameters are, by their names on disk."""
+    """The exported Parameters, by their names on disk."""
 
 
 def compiled_model(case: Case, recipe: str) -> tuple[Any, Any, torch.Tensor]:

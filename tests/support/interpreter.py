@@ -86,7 +86,7 @@ def _languages(fn: Any) -> frozenset[str]:
 
 
 def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: Any) -> np.ndarray:
-    """What `cvt.rn` and `cvt.rn.satfinite` do, computed by torch. Floating types are unsigned integers in `data`."""
+    """`cvt.rn` and `cvt.rn.satfinite`, computed by torch. Floating types are unsigned integers in `data`."""
     values = torch.from_numpy(np.array(data).reshape(-1).view(np.uint8)).view(_TORCH_DTYPES[source])
     dtype = _TORCH_DTYPES[target]
     if dtype.itemsize == 1:
@@ -111,7 +111,7 @@ _FP8_OF_PTX = {ptx_to_fp8(torch.float8_e4m3fn): tl.float8e4nv, ptx_to_fp8(torch.
 def executed_asm_elementwise(
     asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
 ) -> tl.core.tensor:
-    """The same by tests/support/ptx_machine.py, which takes longer."""
+    """`inline_asm_elementwise` by tests/support/ptx_machine.py, which takes longer."""
     (x,) = args
     values = np.array(x.handle.data)
     found = run_piece(_plain(asm), [values.reshape(-1).view(np.float32)], _plain(pack)).reshape(values.shape)
@@ -147,7 +147,7 @@ def _reduce(self: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
 
 
 def _maximum(combine_fn: Any) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
-    """What it computes of numbers, in a tenth of the interpreter's time, if it is one of the two maxima that kernels use."""
+    """Its result for numbers, in a tenth of the interpreter's time, if it is one of the two maxima that kernels use."""
     from torch._inductor.runtime import triton_helpers
 
     if combine_fn is triton_helpers.maximum:

@@ -25,7 +25,7 @@ from fp8pass.schemes.emitter import StateNodes, state_nodes
 
 @dataclasses.dataclass(frozen=True)
 class Joint:
-    """What the rewrite of one graph begins with. `run` changes `graph` once it comes to a pass that edits."""
+    """The input of the rewrite of one graph. `run` changes `graph` once it comes to a pass that edits."""
 
     graph: fx.Graph
     context: GraphContext
@@ -66,7 +66,7 @@ def _hand_out(
 def _hand_out_with_kept(
     graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> None:
-    """Of two attempts to compile a graph the second, which has the copies of weights that are kept as inputs."""
+    """Hand out the second of two attempts to compile a graph, which has the copies of weights that are kept as inputs."""
     if options.may_ask:
         Joint(graph, context, rules, inputs, options).run("take kept weights")
     _hand_out(graph, context, rules, inputs, options)

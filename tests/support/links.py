@@ -13,7 +13,7 @@ import urllib.parse
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a page links to, and which of its elements can be linked to."""
+    """The links of a page, and its elements that can be linked to."""
 
     targets: list[str]
     anchors: set[str]

@@ -30,6 +30,6 @@ STORE = "STG.E [R2.64], R4\nEXIT"
 
 
 def uses(text: str) -> list[tuple[str, str]]:
-    """What depends on undefined bits in PROLOGUE and these instructions: kinds and registers."""
+    """The uses of undefined bits in PROLOGUE and these instructions: kinds and registers."""
     (instructions,) = functions(listing(PROLOGUE + text)).values()
     return [(use.kind, use.register) for use in undefined_uses(instructions)]

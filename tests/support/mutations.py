@@ -1,4 +1,4 @@
-"""What `verify` does not notice: one argument of one inserted node at a time is changed before it runs.
+"""The changes that `verify` does not notice: one argument of one inserted node at a time is changed before it runs.
 
     python -m tests.support.mutations            # the score, by recipe, and the changes that pass unseen
     python -m tests.support.mutations --all      # no sampling: every argument of every node, all models and recipes
@@ -42,7 +42,7 @@ from tests.support.rewritten_models import Batched, SortedExperts, Tied, Wide
 UNSEEN = pathlib.Path(__file__).parent.parent / "fp8pass" / "unseen_mutations.json"
 RECIPES = ("delayed", "first step", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8 squares")
 PER_KEY = 2
-"""How many nodes of a graph are changed in one argument, of those with the same target: the first and the last."""
+"""The number of nodes of a graph that are changed in one argument, of those with the same target: the first and the last."""
 
 
 # -- graphs
@@ -62,7 +62,7 @@ class Model:
     trains: bool = True
     num_ranks: int = 1
     keeps: bool = False
-    """Whether copies of weights are inputs of the graph where they can be."""
+    """True if copies of weights are inputs of the graph where they can be."""
 
 
 class Gathering(nn.Module):
@@ -107,7 +107,7 @@ class Projections(nn.Module):
 
 
 class Block(nn.Module):
-    """What FSDP2 gathers in one piece."""
+    """A weight that FSDP2 gathers in one piece."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Mutation:
 
     @property
     def key(self) -> str:
-        """What the list of unseen changes calls it."""
+        """Its name in the list of unseen changes."""
         return f"{operation(self.node)}.{self.argument}"
 
     @contextlib.contextmanager
@@ -352,14 +352,14 @@ def _other_constant(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Score:
-    """What became of the changes of graphs under one recipe."""
+    """The outcome of the changes of graphs under one recipe."""
 
     seen: int = 0
     unseen: Counter[str] = dataclasses.field(default_factory=Counter)
     """Operation and argument -> changes that `verify` did not notice."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
     harmless: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Those that change no result, if effects were asked for."""
+    """Changes that change no result, if effects were asked for."""
 
     def try_all(self, work: Work, title: str, per_key: int | None = PER_KEY, effects: bool = False) -> None:
         """Make each change of a graph in turn. The graph is left as it was."""
@@ -389,7 +389,7 @@ def score(cases: list[tuple[str, str]], per_key: int | None = PER_KEY, effects: 
 
 
 def _results(graph: fx.Graph) -> list[Any] | str:
-    """What a graph computes of random inputs, or the error."""
+    """The results of a graph for random inputs, or the error."""
     torch.manual_seed(1)
     inputs = [_random(node.meta["val"], 1 + i / 8) for i, node in enumerate(graph.find_nodes(op="placeholder"))]
     try:
@@ -438,7 +438,7 @@ class Unseen:
     """An entry of the list."""
 
     recipes: list[str]
-    """Those in whose graphs a change passes unseen."""
+    """Recipes in whose graphs a change passes unseen."""
     reason: str
     """Why it changes no result; empty until someone has written it."""
 

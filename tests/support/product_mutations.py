@@ -26,7 +26,7 @@ TIMEOUT = 600
 
 
 def arguments(tests: str) -> list[str]:
-    """Of pytest: `tests` of a mutant, where "a_or_b" behind -k stands for "a or b"."""
+    """The arguments of pytest for `tests` of a mutant, where "a_or_b" behind -k stands for "a or b"."""
     files, _, words = tests.partition(" -k ")
     found = [f"tests/{file}" for file in files.removesuffix(" -k").split()]
     return [*found, "-k", words.replace("_or_", " or ")] if words else found
@@ -43,14 +43,14 @@ def mutated(mutant: Mutant, root: pathlib.Path = ROOT) -> str:
 
 
 def copy_to(folder: pathlib.Path) -> None:
-    """What the tests need."""
+    """Copy what the tests need."""
     for name in _COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
 def passes(folder: pathlib.Path, given: Sequence[str]) -> bool:
-    """Whether these tests pass in a copy of the tree. No test at all is a mistake in the table."""
+    """True if these tests pass in a copy of the tree. No test at all is a mistake in the table."""
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *given]
     try:
@@ -63,7 +63,7 @@ def passes(folder: pathlib.Path, given: Sequence[str]) -> bool:
 
 
 def survivors(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Those that their tests do not notice. Tests that fail without any mutation notice nothing."""
+    """The mutants that their tests do not notice. Tests that fail without any mutation notice nothing."""
     found: list[Mutant] = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

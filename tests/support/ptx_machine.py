@@ -110,7 +110,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def _word(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Of 32 bits."""
+    """A value of 32 bits."""
     return lambda *operands: function(*operands) & np.uint64(0xFFFFFFFF)
 
 

@@ -73,7 +73,7 @@ def _own(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch
 
 
 def _under(run: Run, **changes: Any) -> Run:
-    """The same model under a recipe with other options, where the recipe has them and takes them."""
+    """A model under a recipe with other options, where the recipe has them and takes them."""
 
     def changed(name: Any, trains: bool) -> Any:
         recipe: Any = as_recipe(name)
@@ -85,7 +85,7 @@ def _under(run: Run, **changes: Any) -> Run:
 
 
 def _only(recipe: Any, run: Run) -> Run:
-    """The same model under one recipe with options of its own."""
+    """A model under one recipe with options of its own."""
 
     def chosen(name: Any, trains: bool) -> Any:
         return run(recipe, trains) if name == recipe.name else None

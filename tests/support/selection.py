@@ -1,4 +1,4 @@
-"""What tests of selection share: models by hand, and which of their GEMMs stay in high precision."""
+"""Helpers of tests of selection: models by hand, and their GEMMs that stay in high precision."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""What a process that traces many small graphs can do without: a fifth of its time, and nothing that a test looks at."""
+"""Settings for a process that traces many small graphs: a fifth of its time, and nothing that a test looks at."""
 
 import gc
 

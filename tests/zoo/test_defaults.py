@@ -1,4 +1,4 @@
-"""What select="auto" finds in other people's models: routers and heads, and nothing else.
+"""The finds of select="auto" in other people's models: routers and heads, and nothing else.
 
 What is a router and what a head is written down here, per model, by the names that its authors gave. fp8pass goes by structure.
 """

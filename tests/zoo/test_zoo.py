@@ -55,7 +55,7 @@ class CountProducts(TorchDispatchMode):
 
 
 def executed(run: Callable[[], Any]) -> collections.Counter[str]:
-    """How often each kind of product ran: `fp8`, and `high precision` outside of the emulation of FP8."""
+    """The number of runs of each kind of product: `fp8`, and `high precision` outside of the emulation of FP8."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run()
     counts: collections.Counter[str] = collections.Counter()
@@ -68,7 +68,7 @@ def executed(run: Callable[[], Any]) -> collections.Counter[str]:
 
 
 def is_below_an_opaque_op(event: Any) -> bool:
-    """Whether a product runs inside of an operation that is one node to the compiler."""
+    """True if a product runs inside of an operation that is one node to the compiler."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name.startswith(("lowering::", "transformers::")):
