@@ -20,7 +20,7 @@ from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools.estimation import repeats, tracing
 from fp8pass.tools.estimation.repeats import copies_of, kept_positions
 from fp8pass.tools.estimation.report import GemmEstimate, RecipeEstimate
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import BrokenBlock, LlamaBlock, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
 
@@ -212,19 +212,9 @@ def test_tied_weights_stay_tied():
 
 
 def test_a_graph_break_gives_all_gemms():
-    class Breaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x).sum()
-
-    found = fp8pass.estimate(Breaks(), torch.empty(64, 64, requires_grad=True), recipe="delayed")
+    found = fp8pass.estimate(BrokenBlock(64, 64), torch.empty(64, 64, requires_grad=True), recipe="delayed")
     assert sorted((g.record.module, g.record.role) for g in found.recipes["delayed"].gemms) == [
-        (module, role) for module in "ab" for role in ("grad_input", "grad_weight", "output")
+        (module, role) for module in ("down", "up") for role in ("grad_input", "grad_weight", "output")
     ]
 
 

@@ -138,15 +138,7 @@ def num_sums_in_backward(compiled) -> int:
 
 
 def test_dropout_is_not_drawn_again():
-    class Dropping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-        def forward(self, x):
-            return self.down(F.dropout(F.gelu(self.up(x)), 0.5))
-
-    model = Dropping()
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.5), nn.Linear(96, 64))
     plain = copy.deepcopy(model)
     compiled, _ = train(model, "current", torch.randn(48, 64))
     (graph,) = inspect(compiled).graphs

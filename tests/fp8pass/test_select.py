@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from fp8pass.errors import OptionError
-from tests.support.models import LlamaBlock
+from tests.support.models import LlamaBlock, Stack
 from tests.support.selection import TOKENS, WIDTH, Mixture, decisions, grouped_sigmoid, kinds, softmax_topk, tokens_in
 
 VOCABULARY = 96
@@ -247,19 +247,12 @@ def test_every_recipe_leaves_the_same(recipe):
 
 
 def test_the_rule_that_a_reason_proposes_matches_equal_layers_and_not_every_module():
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64)) for _ in range(2))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    def block():
+        return nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64))
 
     for model, proposed in (
-        (nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64)), {"rules={'0': recipe}", "rules={'1': recipe}"}),
-        (Blocks(), {"rules={'layers.*.*': recipe}"}),
+        (block(), {"rules={'0': recipe}", "rules={'1': recipe}"}),
+        (Stack(block() for _ in range(2)), {"rules={'layers.*.*': recipe}"}),
     ):
         compiled = fp8_compile(model, "current", backend="aot_eager")
         with torch.no_grad():

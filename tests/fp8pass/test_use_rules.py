@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
 from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RecipeError, RuleError
-from tests.support.models import ResidualMlp, Stack
+from tests.support.models import BrokenLayers, ResidualMlp, Stack
 
 OUTPUTS_STAY = {"*:output": None}
 DELAYED = DelayedScaling(amax_history_len=8)
@@ -294,21 +294,7 @@ def test_backend_by_name():
 
 
 def test_rules_that_one_graph_cannot_follow_change_nothing():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(
-                [ResidualMlp(), ResidualMlp(), ResidualMlp()]
-            )  # the batch, before the first, has no gradient
-
-        def forward(self, x):
-            for layer in self.layers:
-                if x.mean().item() > 1e6:  # a graph break: the layers share a graph
-                    x = x / 2
-                x = layer(x)
-            return x
-
-    model = Broken()
+    model = BrokenLayers(3)  # the batch, before the first, has no gradient
     run = Run(model)
     run.train(2)
     rules_before = run.compiled._fp8pass_session.rules

@@ -30,6 +30,27 @@ def token_data(count: int = 64):
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+def trainer_of(folder, model, data=None, recipe=None, cls=None, args=None, **options):
+    """A Trainer of a model, or of a function that makes it: four rows a step, on the CPU, in FP8 where a recipe is given."""
+    import transformers
+
+    from fp8pass.integrations.transformers import Fp8Callback
+
+    given = (args or transformers.TrainingArguments)(
+        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
+        per_device_train_batch_size=4, **{"max_steps": 4, "learning_rate": 1e-3, **options},
+    )  # fmt: skip
+    data = token_data() if data is None else data
+    callbacks = [] if recipe is None else [Fp8Callback(recipe, backend="aot_eager", print_table=False)]
+    trained = {"model" if isinstance(model, torch.nn.Module) else "model_init": model}
+    return (cls or transformers.Trainer)(args=given, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks, **trained)
+
+
+def losses_of(trainer):
+    """Those of every step that it has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def assert_same_tensors(left, right):
     """Two state_dicts have the same keys and are bit for bit equal."""
     assert sorted(left) == sorted(right)

@@ -7,11 +7,10 @@ from torch import nn
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments  # noqa: E402
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
-from fp8pass.integrations.transformers import Fp8Callback  # noqa: E402
-from tests.integrations.support import VOCABULARY, llama, token_data  # noqa: E402
+from tests.integrations.support import VOCABULARY, llama, losses_of, token_data, trainer_of  # noqa: E402
 from tests.support.numerics import sqnr  # noqa: E402
 
 pytestmark = [
@@ -21,38 +20,24 @@ pytestmark = [
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-def losses_of(folder, make, data, fp8, cls=Trainer, args=TrainingArguments, also=lambda trainer: None, **options):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    given = args(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
-        per_device_train_batch_size=4, **{"max_steps": 4, "learning_rate": 1e-3, **options},
-    )  # fmt: skip
-    callbacks = [Fp8Callback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
-    trainer = cls(make(), given, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
-    trainer.train()
-    if fp8:
-        assert any(g.quantized for g in inspect(trainer.model).gemms)
-    also(trainer)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def assert_as_in_high_precision(*given, **options):
-    plain, fp8 = (losses_of(*given, is_fp8, **options) for is_fp8 in (False, True))
-    assert fp8 == pytest.approx(plain, rel=0.03)
+def assert_as_in_high_precision(folder, make, data, also=lambda trainer: None, **options):
+    losses = []
+    for recipe in (None, RECIPE):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        trainer = trainer_of(folder, make(), data, recipe, **options)
+        trainer.train()
+        assert recipe is None or any(g.quantized for g in inspect(trainer.model).gemms)
+        also(trainer)
+        losses.append(losses_of(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
 
 
 def t5():
     config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0,
         dropout_rate=0.0,
-    )
+    )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -99,17 +84,7 @@ def test_left_padding_and_rows_grouped_by_length(tmp_path):
 
 
 def test_trials_by_model_init(tmp_path):
-    callback = Fp8Callback(RECIPE, backend="aot_eager", print_table=False)
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-        logging_steps=1,
-        max_steps=2,
-    )
-    trainer = Trainer(args=args, train_dataset=token_data(), model_init=lambda: llama(), callbacks=[callback])
+    trainer = trainer_of(tmp_path, lambda: llama(), recipe=RECIPE, max_steps=2)
     found = []
     for _ in range(10):  # more than Dynamo's recompile limit
         trainer.train()

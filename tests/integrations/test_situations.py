@@ -10,11 +10,9 @@ from torch import nn
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from transformers import Trainer, TrainingArguments  # noqa: E402
-
 from fp8pass import DelayedScaling, inspect, state  # noqa: E402
 from fp8pass.integrations.transformers import Fp8Callback  # noqa: E402
-from tests.integrations.support import VOCABULARY, llama, token_data  # noqa: E402
+from tests.integrations.support import VOCABULARY, llama, losses_of, trainer_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning"),
@@ -24,28 +22,19 @@ pytestmark = [
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-def train(folder, model, data=None, max_steps=4, fp8=True, **options):
-    args = TrainingArguments(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
-        per_device_train_batch_size=4, max_steps=max_steps, learning_rate=1e-3, **options,
-    )  # fmt: skip
-    callbacks = [Fp8Callback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
-    trainer = Trainer(model, args, train_dataset=token_data() if data is None else data, callbacks=callbacks)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def assert_as_in_high_precision(folder, make, change=lambda model: None, data=None):
     """Two stages with a change between them; returns the model that was trained in FP8."""
-    losses, model = {}, None
-    for fp8 in (False, True):
+    losses, model = ([], []), None
+    for found, recipe in zip(losses, (None, RECIPE), strict=True):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = make()
-        losses[fp8] = train(folder, model, data, fp8=fp8)
-        change(model)
-        losses[fp8] += train(folder, model, data, fp8=fp8)
-    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+        for prepare in (lambda model: None, change):
+            prepare(model)
+            trainer = trainer_of(folder, model, data, recipe)
+            trainer.train()
+            found += losses_of(trainer)
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
     session = model._compiled_call_impl.session
     assert session.num_steps == 8
     found = inspect(model)
@@ -81,14 +70,9 @@ def test_peft(tmp_path, kind):
 def vit():
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        image_size=32,
-        patch_size=8,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        image_size=32, patch_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_labels=8,
-    )
+    )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
 
@@ -175,7 +159,7 @@ def test_trl(tmp_path, monkeypatch):
         own = [Fp8Callback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
         trainer = trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=own)
         trainer.train()
-        losses[fp8] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[fp8] = losses_of(trainer)
         if fp8:
             assert trainer.model._compiled_call_impl.session.num_steps == 4
             assert all(g.quantized for g in inspect(trainer.model).gemms)
