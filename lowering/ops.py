@@ -121,11 +121,7 @@ transposed_copy = _registered(
 )
 
 scaled_mm = _registered(
-    tensors.scaled_mm,
-    _product,
-    "tensor_cores",
-    checks=[check_operands, check_output],
-    indexed=["scale_inv_a", "scale_inv_b"],
+    tensors.scaled_mm, _product, "tensor_cores", checks=[check_operands, check_output], indexed=["scale_inv_a", "scale_inv_b"]
 )
 
 # -- one scale per row
@@ -214,10 +210,7 @@ scaled_mm_blockwise.provider(lambda device: True)(blocks_gemm.scaled_mm_blockwis
 
 save_activation = _registered(
     saved.save_activation,
-    lambda x, as_bytes: (
-        x.new_empty(x.shape, dtype=torch.uint8 if as_bytes else E4M3),
-        _floats(x, *saved.scales_shape(x)),
-    ),
+    lambda x, as_bytes: (x.new_empty(x.shape, dtype=torch.uint8 if as_bytes else E4M3), _floats(x, *saved.scales_shape(x))),
     checks=[saved.check_save],
 )
 

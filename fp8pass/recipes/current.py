@@ -54,8 +54,5 @@ class Float8CurrentScaling(Recipe):
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return Quantization(
-            fp8_dtype(self, operand),
-            Granularity.TENSOR_WISE,
-            power_of_2=self.use_power_2_scales,
-            epsilon=self.amax_epsilon,
+            fp8_dtype(self, operand), Granularity.TENSOR_WISE, power_of_2=self.use_power_2_scales, epsilon=self.amax_epsilon
         )

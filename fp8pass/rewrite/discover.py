@@ -55,11 +55,7 @@ class _Finder:
     """Makes sites of one graph. Invariant: never changes the graph."""
 
     def __init__(
-        self,
-        context: GraphContext,
-        gradients: set[fx.Node],
-        static: set[fx.Node],
-        parameters: dict[fx.Node, GraphInput],
+        self, context: GraphContext, gradients: set[fx.Node], static: set[fx.Node], parameters: dict[fx.Node, GraphInput]
     ):
         self.context = context
         self.gradients = gradients

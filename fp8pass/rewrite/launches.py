@@ -195,17 +195,7 @@ def _source(x: fx.Node) -> fx.Node | str | None:
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_FREE = (
-    RESHAPES
-    | PERMUTES
-    | {
-        aten.alias.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.select.int,
-        aten.slice.Tensor,
-    }
-)
+_FREE = RESHAPES | PERMUTES | {aten.alias.default, aten.detach.default, aten.expand.default, aten.select.int, aten.slice.Tensor}
 #: Besides what ATen tags as pointwise: casts, copies and views, which Inductor fuses as well.
 _FUSIBLE = _FREE | {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
 

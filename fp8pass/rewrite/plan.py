@@ -260,11 +260,7 @@ def _is_aligned(size: object) -> bool:
 
 
 def _decide(
-    site: GemmSite,
-    rules: Rules,
-    names: TensorNames,
-    state_device: torch.device | None,
-    selected: Mapping[fx.Node, Reason],
+    site: GemmSite, rules: Rules, names: TensorNames, state_device: torch.device | None, selected: Mapping[fx.Node, Reason]
 ) -> Decision:
     rule = rules.find(site.module, site.role)
     if rule is None:

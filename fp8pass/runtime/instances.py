@@ -128,11 +128,7 @@ def module_paths(root: nn.Module) -> set[str]:
     return {without_wrappers(path, wrapped) for path in paths} | {ROOT, "matmul"}
 
 
-_WRAPPERS = {
-    DistributedDataParallel: "module",
-    OptimizedModule: "_orig_mod",
-    CheckpointWrapper: "_checkpoint_wrapped_module",
-}
+_WRAPPERS = {DistributedDataParallel: "module", OptimizedModule: "_orig_mod", CheckpointWrapper: "_checkpoint_wrapped_module"}
 
 
 def wrapper_paths(root: nn.Module) -> frozenset[str]:

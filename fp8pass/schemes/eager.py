@@ -196,10 +196,7 @@ def bytes_and_scales(
 
 
 def quantize_weight(
-    matrix: torch.Tensor,
-    quantization: Quantization,
-    scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
+    matrix: torch.Tensor, quantization: Quantization, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values of a matrix [N, K] and their factors: one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], all
     float32, or 32 values [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.

@@ -163,13 +163,7 @@ class Scheme(abc.ABC):
         return {"fast_accum": fast_accum}
 
     def matmul(
-        self,
-        cursor: Cursor,
-        a: Quantized,
-        b: Quantized,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-        bias: fx.Node | None = None,
+        self, cursor: Cursor, a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accum: bool, bias: fx.Node | None = None
     ) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]. bias: [N], added before the one rounding."""
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])

@@ -141,11 +141,7 @@ def rewritten_in(
 
 
 def _rewrite(
-    given: fx.GraphModule,
-    compiled: CompiledGraph,
-    session: Session,
-    variants: frozenset[str],
-    places: Mapping[str, int] | None,
+    given: fx.GraphModule, compiled: CompiledGraph, session: Session, variants: frozenset[str], places: Mapping[str, int] | None
 ) -> fx.GraphModule:
     """A rewritten copy of the graph; `compiled` keeps the record."""
     examples = [n.meta.get("val") for n in _placeholders(given)]

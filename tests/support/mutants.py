@@ -477,6 +477,6 @@ MUTANTS: list[Mutant] = [
     *_of(
         "recipes/current.py",
         "fp8pass/test_recipes.py fp8pass/test_state_edges.py",
-        ("the smallest amax is not passed on", "            epsilon=self.amax_epsilon,\n", ""),
+        ("the smallest amax is not passed on", ", epsilon=self.amax_epsilon", ""),
     ),
 ]

@@ -17,12 +17,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -271,12 +266,7 @@ def _all_layers(
 
 
 def _saved_bytes(
-    joint: fx.GraphModule,
-    inputs: Any,
-    partition: Mapping[str, Any],
-    kept: Kept,
-    rules: Rules,
-    context: GraphContext,
+    joint: fx.GraphModule, inputs: Any, partition: Mapping[str, Any], kept: Kept, rules: Rules, context: GraphContext
 ) -> tuple[int, int]:
     """Bytes that the forward saves, without `saved_activations` and with it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition

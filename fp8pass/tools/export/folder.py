@@ -379,11 +379,7 @@ def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 
 
 def _write(
-    file: IO[bytes],
-    layers: Sequence[Layer],
-    metadata: Mapping[str, str],
-    gather: Gather,
-    advance: Callable[[Layer], None],
+    file: IO[bytes], layers: Sequence[Layer], metadata: Mapping[str, str], gather: Gather, advance: Callable[[Layer], None]
 ) -> None:
     entries = [entry for layer in layers for entry in layer.entries]
     header: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -182,10 +182,7 @@ def _quantization_args(kind: ScaleKind, *, of_input: bool) -> dict[str, Any]:
         ScaleKind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),
         ScaleKind.TENSOR_TOKEN: ({"strategy": "tensor"}, {"strategy": "token"}),
         ScaleKind.ROW: ({"strategy": "channel"}, {"strategy": "token"}),
-        ScaleKind.BLOCK: (
-            {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
-            {"strategy": "group", "group_size": BLOCK},
-        ),
+        ScaleKind.BLOCK: ({"strategy": "block", "block_structure": [BLOCK, BLOCK]}, {"strategy": "group", "group_size": BLOCK}),
         ScaleKind.MX: ({"strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},)
         * 2,
     }
