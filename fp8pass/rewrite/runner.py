@@ -259,21 +259,7 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("verify", _verify),
 )
 #: Passes without which a graph is still right, only slower or larger.
-OPTIONAL = frozenset(
-    {
-        "merge gathers",
-        "gather permuted rows",
-        "share sigmoids",
-        "plan gathers",
-        "take kept weights",
-        "plan recomputation",
-        "plan launches",
-        "verify",
-        "merge reductions",
-        "send bytes",
-        "fold elements",
-    }
-)
+OPTIONAL = frozenset(name for name, _ in PASSES) - {"discover", "select", "plan GEMMs", "plan casts", "apply"}
 
 _left_out: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("left_out", default=frozenset())
 

@@ -370,28 +370,12 @@ VIEWS = (
     }
 )
 #: What lies between a router's logits and the choice, besides views and pointwise operations.
-_SCORES = frozenset(
-    {
-        "_softmax",
-        "_log_softmax",
-        "softmax",
-        "log_softmax",
-        "amax",
-        "max",
-        "mean",
-        "sum",
-        "cumsum",
-        "topk",
-        "sort",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "masked_fill",
-        "where",
-        "cat",
-        "gather",
-    }
-)
+# fmt: off
+_SCORES = frozenset({
+    "_softmax", "_log_softmax", "softmax", "log_softmax", "amax", "max", "mean", "sum", "cumsum", "topk", "sort", "scatter",
+    "scatter_", "scatter_add", "masked_fill", "where", "cat", "gather",
+})
+# fmt: on
 #: Operations that choose -> which of their outputs says what was chosen (None: the operation has one output).
 _CHOICES = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": None, "argmin": None, "multinomial": None}
 #: Operations that read or write at an index -> positions of the tensor and of the index among their arguments.
