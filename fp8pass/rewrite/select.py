@@ -18,11 +18,11 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassGetAttrAOTOutput
 
 from fp8pass.errors import Reason, ReasonKind
+from fp8pass.graph.gathers import MOVES
 from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, is_matmul, operands_of
 from fp8pass.graph.origin import family
 from fp8pass.graph.values import (
     PERMUTES,
-    RESHAPES,
     argument,
     depends_on,
     made_only_of,
@@ -352,23 +352,12 @@ prims = torch.ops.prims
 # rows: metrics, predictions and losses.
 
 
-VIEWS = (
-    RESHAPES
-    | PERMUTES
-    | {
-        aten.alias.default,
-        aten.clone.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten._to_copy.default,
-        prims.convert_element_type.default,
-        operator.getitem,
-    }
-)
+VIEWS = (MOVES - {aten.cat.default}) | {
+    aten.expand.default,
+    aten.select.int,
+    aten._to_copy.default,
+    prims.convert_element_type.default,
+}
 #: What lies between a router's logits and the choice, besides views and pointwise operations.
 # fmt: off
 _SCORES = frozenset({
