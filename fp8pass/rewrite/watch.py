@@ -73,13 +73,9 @@ class StatisticsInserter:
         matrix = cast.source.gather.shard_as_matrix(cursor) if isinstance(cast.source, FromGather) else read
         scale, scale_inv = (None, None) if pair is None else pair
         offs, index = (None, None) if groups is None else (groups.offs, groups.index)
-        options = {
-            "granularity": (quantization.granularity if pair is None else Granularity.TENSOR_WISE).value,
-            "square": quantization.square,
-            "power_of_2": quantization.power_of_2,
-            "epsilon": quantization.epsilon,
-            "inverse": quantization.inverse,
-        }
+        granularity = quantization.granularity if pair is None else Granularity.TENSOR_WISE
+        how = {name: getattr(quantization, name) for name in ("square", "power_of_2", "epsilon", "inverse")}
+        options = {"granularity": granularity.value, **how}
         side = "columnwise" if copy.columnwise and pair is None else "rowwise"
         key = (matrix, copy.dtype, offs, index, cursor.backward, *options.values())
         has_lines = quantization.granularity is Granularity.ROW_WISE and not isinstance(cast.source, FromGather)
