@@ -1,6 +1,10 @@
 """Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), stacks of blocks, and
 their restarts: warm, and with torch's mega-cache on a machine without caches.
 
+    python -m benchmarks.compile_time --restarts --blocks 4 24 64 --repeat 3
+
+Rows are written after every measurement, so that a run may be interrupted.
+
 Stacks are measured in CPU time, with one compiler at a time and one thread, for threads that wait for each other take CPU time,
 too: processes that share the machine cannot be taken for it."""
 
@@ -10,12 +14,11 @@ import argparse
 import itertools
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import has_torchao, main
@@ -127,87 +130,81 @@ def _block(sizes: tuple[int, ...], bench: Bench) -> Iterator[Row]:
         yield row
 
 
-def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, bench: Bench) -> Iterator[Row]:
-    """So many blocks, cold, in seconds of CPU time, least of the repetitions; every recipe beside plain torch.compile."""
+def _stack(
+    blocks: int, sizes: tuple[int, ...], repeat: int, bench: Bench, recipes: Sequence[str], restarts: bool
+) -> Iterator[Row]:
+    """So many blocks in seconds of CPU time, least of the repetitions, one contestant after the other: with empty caches, and
+    with `restarts` in a second process with the first one's caches, and with its mega-cache alone. Rows come after every
+    measurement, with what is known by then."""
+    peers = ("torchao tensorwise",) if has_torchao() and restarts else ()
+    names = ["bf16", *recipes, *peers]
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def start(name: str, cache: str, artifacts: str | None = None) -> float:
+        run = _run(name, blocks, sizes, cache, one_at_a_time=True, artifacts=artifacts)
+        return _finite(f"{blocks} blocks, {name}", run, bench)["cpu"]
 
     def measure(name: str) -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as cache:
-            return _finite(f"{layers} layers, {name}", _run(name, layers, sizes, cache, one_at_a_time=True), bench)
+        with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as empty:
+            if not restarts:
+                return {"cold": start(name, first)}
+            artifacts = f"{first}/artifacts"
+            cold, warm = start(name, f"{first}/cache", artifacts), start(name, f"{first}/cache")
+            return {"cold": cold, "warm": warm, "mega-cache": start(name, empty, artifacts)}
 
-    base = None
-    for name, found in _measured(f"{layers} layers", ("bf16", *RECIPES), repetitions, bench, measure).items():
-        times = [run["cpu"] for run in found]
-        row = {"what": f"{layers} layers {name}", "cold CPU s": min(times), "median cold CPU s": statistics.median(times)}
-        base = row if name == "bf16" else base
-        if base is not None:
-            row |= {f"{kind}CPU / bf16": row[f"{kind}cold CPU s"] / base[f"{kind}cold CPU s"] for kind in ("", "median ")}
-        yield row
+    for _ in range(repeat):
+        for name in list(names):
+            times = bench(f"{blocks} blocks {name}", measure, name)
+            if times is None:
+                names.remove(name)
+                found.pop(name, None)
+                continue
+            for kind, seconds in times.items():
+                found.setdefault(name, {}).setdefault(kind, []).append(seconds)
+            print(f"{blocks} blocks {name}:", *(f"{kind} {seconds:.2f}" for kind, seconds in times.items()), flush=True)
+            yield from _rows(blocks, found)
 
 
-def _restarts(layers: int, sizes: tuple[int, ...], repetitions: int, caches: pathlib.Path, bench: Bench) -> Iterator[Row]:
-    """So many blocks in a second process, in seconds of CPU time, least of the repetitions: with the first one's caches, and
-    with its mega-cache alone. The first one's are kept in a folder, and made where they are not there."""
-    names = ["bf16", *RECIPES, *(["torchao tensorwise"] if has_torchao() else [])]
-
-    def start(name: str, cache: str, artifacts: str | None) -> float:
-        run = _run(name, layers, sizes, cache, one_at_a_time=True, artifacts=artifacts)
-        return _finite(f"{layers} layers, {name}", run, bench)["cpu"]
-
-    def filled(name: str) -> tuple[str, str]:
-        folder = caches / f"{layers}-{name.replace(' ', '-')}"
-        artifacts = folder / "artifacts"
-        if not artifacts.exists():
-            start(name, str(folder / "cache"), str(artifacts))
-        return str(folder / "cache"), str(artifacts)
-
-    def measure(name: str) -> dict[str, float]:
-        cache, artifacts = filled(name)
-        with tempfile.TemporaryDirectory() as empty:
-            return {"warm": start(name, cache, None), "mega-cache": start(name, empty, artifacts)}
-
-    for name in names:
-        filled(name)
-    base = None
-    for name, found in _measured(f"{layers} layers again", names, repetitions, bench, measure).items():
-        if not found:  # no repetitions: the caches are made for another run
-            continue
-        times = {kind: [run[kind] for run in found] for kind in ("warm", "mega-cache")}
-        row: Row = {"what": f"{layers} layers {name}"}
+def _rows(blocks: int, found: dict[str, dict[str, list[float]]]) -> Iterator[Row]:
+    """A row per contestant, with ratios to plain torch.compile where that has been measured."""
+    base = found.get("bf16")
+    for name, times in found.items():
+        row: Row = {"what": f"{blocks} blocks {name}"}
         row |= {f"{kind} CPU s": min(every) for kind, every in times.items()}
-        row |= {f"median {kind} CPU s": statistics.median(every) for kind, every in times.items()}
-        base = row if name == "bf16" else base
         if base is not None:
-            row |= {f"{kind} / bf16": row[f"{kind} CPU s"] / base[f"{kind} CPU s"] for kind in times}
+            row |= {f"{kind} / bf16": min(every) / min(base[kind]) for kind, every in times.items()}
+        row |= {f"median {kind} CPU s": statistics.median(every) for kind, every in times.items()}
         yield row
 
 
 def run(
-    bench: Bench, layers: list[int] | None = None, repetitions: int = 3, restarts: bool = False, caches: str | None = None
+    bench: Bench,
+    blocks: list[int] | None = None,
+    repeat: int = 3,
+    recipes: list[str] | None = None,
+    restarts: bool = False,
 ) -> Iterable[Row]:
-    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone.
-    `repetitions`: of each stack. `restarts`: of stacks. `caches`: the folder of the caches that restarts find."""
-    repetitions = 1 if bench.quick else repetitions
-    if restarts:
-        bench.baseline, bench.where = "bf16", "restarts-cpu"
-        bench.notes += [f"dim, ffn, tokens {TINY}, {repetitions} repetitions, the first step's CPU time less the second's"]
-        folder = pathlib.Path(caches or tempfile.mkdtemp(prefix="restarts-"))
-        counts = layers or ([2] if bench.quick else [4, 24])
-        return itertools.chain(*(_restarts(count, TINY, repetitions, folder, bench) for count in counts))
-    bench.baseline, bench.where = "bf16", bench.where if layers is None else "layers-cpu"
+    """`quick`: one repetition, a small block, two blocks. `blocks`: stacks of so many alone. `repeat`: repetitions of each
+    stack. `recipes`: of the stacks. `restarts`: stacks alone, cold, warm and with the mega-cache."""
+    repeat = 1 if bench.quick else repeat
+    bench.baseline = "bf16"
+    if restarts or blocks is not None:
+        bench.where = "restarts-cpu" if restarts else "blocks-cpu"
     bench.notes += [
         "forward and backward: the first step's time less the second's",
-        f"layers are of dim, ffn, tokens {TINY}, {repetitions} repetitions",
+        f"stacks are of dim, ffn, tokens {TINY}, {repeat} repetitions",
     ]
-    stacks = [_stack(count, TINY, repetitions, bench) for count in layers or ((2,) if bench.quick else (8,))]
-    blocks = [_block(TINY if bench.quick else _BLOCK, bench)] if layers is None else []
-    return itertools.chain(*blocks, *stacks)
+    counts = blocks or ([2] if bench.quick else [4, 24, 64] if restarts else [8])
+    stacks = [_stack(count, TINY, repeat, bench, recipes or RECIPES, restarts) for count in counts]
+    single = [_block(TINY if bench.quick else _BLOCK, bench)] if blocks is None and not restarts else []
+    return itertools.chain(*single, *stacks)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", nargs="+", type=int, help="only stacks of so many layers, without the block")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each stack (default: 3)")
-    parser.add_argument("--restarts", action="store_true", help="stacks in a second process: warm, and with the mega-cache")
-    parser.add_argument("--caches", metavar="FOLDER", help="where the first processes' caches are kept for --restarts")
+    parser.add_argument("--blocks", nargs="+", type=int, help="only stacks of so many blocks, without the single one")
+    parser.add_argument("--repeat", type=int, default=3, help="of each stack; the least counts (default: 3)")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="recipes of the stacks (default: all)")
+    parser.add_argument("--restarts", action="store_true", help="stacks cold, in a second process, and with the mega-cache")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ class Operation(Generic[P, R]):
         self._require_known(indexed, "`indexed`")
         self.indexed = {name: self._positions[name] for name in indexed}
         """Position of each indexed argument."""
-        self._index_names = frozenset(f"{name}_index" for name in indexed)
+        self.index_names = frozenset(f"{name}_index" for name in indexed)
+        """The names of the arguments that hold positions."""
         # A SymInt is a size; the other ints of our operations are constants of the graph that holds them.
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
         for size in sizes:
@@ -181,7 +182,7 @@ class Operation(Generic[P, R]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], pick: Callable[[Any, int], Any] = operator.getitem
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the reference takes them: `pick(vector, position)` for each indexed one, and no positions."""
-        if self._index_names.isdisjoint(kwargs):
+        if self.index_names.isdisjoint(kwargs):
             return tuple(args), dict(kwargs)
         given, options = list(args), dict(kwargs)
         for name, position in self.indexed.items():
@@ -199,7 +200,7 @@ class Operation(Generic[P, R]):
         return tuple(given), options
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._index_names.isdisjoint(kwargs):
+        if not self.index_names.isdisjoint(kwargs):
             args, kwargs = self.picked(args, kwargs)
         self._check(args, kwargs)
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)

@@ -204,18 +204,47 @@ def test_overhead(tmp_path, monkeypatch):
 
 
 def test_compile_time(tmp_path, monkeypatch):
-    def run(name, layers, *rest, **options):
-        if name == "delayed" and layers == 2:
+    def run(name, blocks, *rest, **options):
+        if name == "delayed" and blocks == 2:
             broken()
         return {"seconds": 2.0, "cpu": 3.0, "finite": name != "mxfp8"}
 
     monkeypatch.setattr(compile_time, "_run", run)
     rows = rows_of(compile_time, tmp_path, monkeypatch)
-    unfinished = "AssertionError: not correct, so not timed: 2 layers, mxfp8: output is finite"
-    assert failures(rows) == {"2 layers delayed": BROKEN, "2 layers mxfp8": unfinished}
+    unfinished = "AssertionError: not correct, so not timed: 2 blocks, mxfp8: output is finite"
+    assert failures(rows) == {"2 blocks delayed": BROKEN, "2 blocks mxfp8": unfinished}
     others = ("bf16", "current", "blockwise", "rowwise")
-    assert {f"2 layers {name}" for name in others} | {f"block {name}" for name in ("bf16", "delayed", "current")} <= rows.keys()
+    assert {f"2 blocks {name}" for name in others} | {f"block {name}" for name in ("bf16", "delayed", "current")} <= rows.keys()
     assert rows["block current"]["cold / bf16"] == 1
+
+
+def test_compile_time_of_restarts(tmp_path, monkeypatch):
+    """Every measurement is written before the next begins: what is interrupted has its rows, of the least so far."""
+    seconds = {"cold": iter((3.0, 2.0)), "warm": iter((0.5, 0.25)), "mega-cache": iter((0.75, 0.5))}
+    known = []
+
+    def run(name, blocks, sizes, cache, one_at_a_time, artifacts):
+        known.append({row["what"]: row for path in tmp_path.glob("*.json") for row in json.loads(path.read_text())["rows"]})
+        if name == "current":
+            broken()
+        if name == "bf16":
+            return {"cpu": 1.0, "finite": True}
+        kind = "cold" if artifacts and cache.endswith("cache") else "mega-cache" if artifacts else "warm"
+        return {"cpu": next(seconds[kind]), "finite": True}
+
+    monkeypatch.setattr(compile_time, "_run", run)
+    monkeypatch.setattr(compile_time, "has_torchao", lambda: False)
+    path = common.run_and_report(
+        "compile_time",
+        lambda given: compile_time.run(given, [4], 2, ["delayed", "current"], True),
+        False,
+        tmp_path,
+    )
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    assert failures(rows) == {"4 blocks current": BROKEN}
+    assert [rows["4 blocks delayed"][f"{kind} / bf16"] for kind in seconds] == [2.0, 0.25, 0.5]
+    assert [len(written) for written in known] == [0] * 3 + [1] * 3 + [2] + [3] * 6
+    assert known[8]["4 blocks delayed"]["cold CPU s"] == 3.0
 
 
 @needs_triton

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph.origin import MODULE_FQN, annotated_module
+from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten
 
@@ -36,6 +38,8 @@ class Cursor:
     """If activation checkpointing recomputes this node, it recomputes the new ones, too."""
     fake_mode: Any = None
     is_joint: bool = False
+    results: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """A call of one of our operations, by the forms of its arguments -> its results: layers repeat each other."""
 
     @classmethod
     def start(cls, graph: fx.Graph) -> Cursor:
@@ -59,9 +63,7 @@ class Cursor:
         """Insert a call of `target`."""
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
-            value = target(*fake_args, **fake_kwargs)
+        value = self._value(target, *fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
         if value is not None:  # the partitioner asks for the size of what has a value
             node.meta["val"] = value
         for key in _ORIGIN_KEYS:
@@ -74,6 +76,18 @@ class Cursor:
         if self.like is not None:
             inherit_recomputation(node, self.like)
         return node
+
+    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The fake value of a call."""
+        if target is operator.getitem:
+            return args[0][args[1]]
+        key = form_of_call(target, args, kwargs) if NAMESPACE.find(target) is not None else None
+        with self.fake_mode, torch.no_grad():
+            if key is None:
+                return target(*args, **kwargs)
+            if key in self.results:
+                return _empty_like(self.results[key])
+            return self.results.setdefault(key, target(*args, **kwargs))
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         """Element `index` of a node that returns a tuple; shares its recomputation."""
@@ -93,6 +107,35 @@ class Cursor:
         if isinstance(shape[dim], int):
             return shape[dim]
         return dataclasses.replace(self, like=None).call(aten.sym_size.int, node, dim % len(shape))
+
+
+def _empty_like(made: Any) -> Any:
+    """New fake tensors that look like these, which are no views. To be called in their mode."""
+    if isinstance(made, torch.Tensor):
+        return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+    return None if made is None else type(made)(map(_empty_like, made))
+
+
+def form_of_call(target: Any, args: Any, kwargs: Any) -> Hashable | None:
+    """All that decides the shapes, strides and dtypes of a call's results; None where a size is symbolic. Positions of scales
+    in vectors of them decide nothing."""
+    operation = NAMESPACE.find(target)
+    unread = () if operation is None else operation.index_names
+    key = target, _form(args), _form({name: value for name, value in kwargs.items() if name not in unread})
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _form(value: Any) -> Any:
+    """The properties of a value that decide the shape of an operation's result."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, tuple(value.shape), value.stride()
+    if isinstance(value, dict):
+        return tuple((name, _form(item)) for name, item in value.items())
+    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def is_recomputed(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 from torch import fx
 from torch._logging._internal import trace_structured
@@ -372,12 +373,12 @@ def _reads(graph: fx.Graph, context: GraphContext) -> dict[int, str]:
     return {i: operation_name(next(iter(n.users))) for n in read if (i := context.index_of(n)) is not None}
 
 
-def _count(graph: fx.Graph) -> Counter[str]:
-    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+def _count(graph: fx.Graph) -> Counter[Any]:
+    return Counter(n.target for n in graph.nodes if n.op == "call_function")
 
 
-def _record(name: str, seconds: float, before: Counter[str], after: Counter[str]) -> PassRecord:
-    changed = {op: after[op] - before[op] for op in sorted({*before, *after}) if after[op] != before[op]}
+def _record(name: str, seconds: float, before: Counter[Any], after: Counter[Any]) -> PassRecord:
+    changed = {str(op): after[op] - before[op] for op in sorted({*before, *after}, key=str) if after[op] != before[op]}
     log.debug("%s: %.1f ms, %s", name, 1e3 * seconds, changed or "reads only")
     return PassRecord(name, seconds, changed)
 

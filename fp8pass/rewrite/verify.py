@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.cursor import Cursor, arguments_of, is_pinned, maker_of
+from fp8pass.graph.cursor import Cursor, arguments_of, form_of_call, is_pinned, maker_of
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.values import same_shape, value_of
@@ -484,11 +484,7 @@ def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
         said = node.meta.get("val")
         if node.target is operator.getitem and said is args[0][args[1]]:
             continue
-        key: Any = (node.target, _form(args), _form(kwargs))
-        try:
-            hash(key)
-        except TypeError:  # a size is symbolic
-            key = node
+        key = form_of_call(node.target, args, kwargs) or node
         try:
             if key not in made_of:
                 with mode, torch.no_grad():
@@ -498,15 +494,6 @@ def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
         made = made_of[key]
         if not _is_like(said, made):
             raise InvariantError(f"{node.name} gives {_described(made)}, the graph says {_described(said)}")
-
-
-def _form(value: Any) -> Any:
-    """The properties of a value that decide the shape of an operation's result."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
-    if isinstance(value, dict):
-        return tuple((name, _form(item)) for name, item in value.items())
-    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def _is_like(said: Any, made: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -21,6 +22,7 @@ from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import USUAL, StatisticsInput
 from fp8pass.options import NO_CPP_WRAPPER, CompileOptions, SavedActivations, refuse_torch_pass
+from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite, save_activations
 from fp8pass.rewrite.verify import prepare_checked
@@ -33,6 +35,7 @@ from fp8pass.runtime.frame import Frame
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.words import Uncacheable
 from fp8pass.scales.reduction import reduction_covers
+from fp8pass.schemes.emitter import StateKey
 from lowering.formats import FP8_MAX
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
 
@@ -79,6 +82,25 @@ class JointPass(CustomGraphPass):
         stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
         return hashlib.sha256(repr((lowered_by(), earlier)).encode()).digest()
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Look for no garbage meanwhile: nodes and fake tensors live until a graph is compiled, and each search visits all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _may_begin_with_variant(graph: CompiledGraph) -> bool:
+    """True if the first call of training may run a variant of a graph, `FIRST_STEP`, and no later one the graph itself."""
+    keys = (given.key for given in graph.extra_inputs)
+    recipes = (key.recipe for key in keys if isinstance(key, StateKey))
+    return any(isinstance(recipe, DelayedScaling) and recipe.initial_scale == "current" for recipe in recipes)
 
 
 def _has_break(gm: fx.GraphModule) -> bool:
@@ -164,7 +186,8 @@ class Backend:
             graph.cache = f"bypassed: {reason}"
             with cache.without():
                 return way(module, examples, joint_pass)
-        with contextlib.nullcontext() if generates_code else cache.whole_entries():
+        whole = contextlib.nullcontext() if variants or not _may_begin_with_variant(graph) else cache.at_once()
+        with whole if generates_code else cache.whole_entries(), without_collections():
             function = cache.compiled(graph, module, key, lambda: way(module, examples, joint_pass, key))
         later = generates_code and graph.cache == cache.HIT and graph.trains
         return refusing_batches_later(function) if later else function
@@ -201,7 +224,8 @@ def compile_inductor(
         refuse_nan_asserts(graph.graph, patches)
         if key and not kwargs.get("is_backward"):
             cache.attach(joint_pass.compiled, key)
-        compiled = inductor.compile_fx_inner(graph, inputs, **kwargs)
+        with without_collections():
+            compiled = inductor.compile_fx_inner(graph, inputs, **kwargs)
         if kwargs.get("is_backward") and hasattr(compiled, "current_callable"):
             compiled.current_callable = refusing_batches(compiled.current_callable)
         return compiled

@@ -209,6 +209,11 @@ def without() -> Any:
     return functorch_config.patch(enable_autograd_cache=False)
 
 
+def at_once() -> Any:
+    """A context for a graph whose backward may never run: it is compiled with the forward, which makes the entry."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
 def whole_entries() -> Any:
     """A context for what runs without generated code: entries hold it whole, and its backward is compiled with the forward."""
     return functorch_config.patch(force_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)

@@ -38,6 +38,8 @@ aten = torch.ops.aten
 
 #: The variable below which all modules are, as Dynamo would call the model.
 _ROOT = "self"
+#: The use of AOTAutograd's cache, which begins before the graph is traced.
+_NOT_CACHED = "bypassed: rewrite_graph rewrites the graph at each start; caches are those of what compiles it"
 
 
 class RewrittenGraph:
@@ -125,7 +127,7 @@ def rewritten_in(
     placement, needed = Placement({_ROOT: {"": ""}}, has_root=True), Needed()
     while True:
         extra = tuple(tuple(provider.inputs(device, needed)) for provider in session.providers)
-        compiled = CompiledGraph("graph_0", session.key, described, graph, start, extra, device, placement)
+        compiled = CompiledGraph("graph_0", session.key, described, graph, start, extra, device, placement, cache=_NOT_CACHED)
         try:
             usual = _rewrite(graph, compiled, session, USUAL, places)
         except CapacityExceeded as exceeded:

@@ -114,3 +114,25 @@ def test_two_ranks_share_a_cache_and_hit_on_their_second_start(way, tmp_path):
         assert first <= {"miss", "hit", DDP}  # a rank may find what the other has just written
         assert is_equal
         assert same_table
+
+
+def uses_by_group(rank, folder):
+    """The uses of the cache in starts with one amax_reduction_group after the other."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    found = []
+    with functorch_config.patch(enable_autograd_cache=True):
+        for ranks in (dist.group.WORLD, dist.group.WORLD, alone, alone):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            compiled = fp8_compile(ResidualMlp(), "delayed", amax_reduction_group=ranks)
+            for _ in range(2):
+                compiled(torch.randn(16, 64)).square().sum().backward()
+            found.append(set(inspect(compiled).cache.values()))
+    return found
+
+
+def test_other_ranks_of_the_amax_reduction_group_miss(tmp_path):
+    for first, *rest in run_on_ranks(uses_by_group, 2, str(tmp_path), fresh=True):
+        assert first <= {"miss", "hit"}, "a rank may find what the other has just written"
+        assert rest == [{"hit"}, {"miss"}, {"hit"}]

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8pass import (
@@ -119,7 +120,7 @@ def test_every_option_of_fp8_compile_is_in_one_of_the_two_tests():
     """A new option needs a line above: it decides about graphs, or it does not."""
     fields = {f.name for f in dataclasses.fields(CompileOptions) if f.init}
     tested = {name for options in OPTIONS.values() for name in options} | {"strict", "step", "dynamic", "schedule"}
-    # Inductor's, which are in torch's own key; the group, whose ranks a test with processes changes.
+    # Inductor's, which are in torch's own key; the group, whose ranks a test of its own changes.
     assert fields - tested <= {"mode", "options", "amax_reduction_group"} | {"saved_activations"}
 
 
@@ -176,6 +177,25 @@ def test_how_fsdp2_shards_changes_the_key():
     assert set(SHARDED) == {f.name for f in dataclasses.fields(Sharded)}
     made = [first, *(dataclasses.replace(first, **{field: value}) for field, value in SHARDED.items())]
     assert len({key(changed("inputs", "sharded", each)) for each in made}) == len(made)
+
+
+def test_the_ranks_of_the_amax_reduction_group_change_the_key():
+    """Groups are named by number, so that other ranks have the same name in another run."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def named(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            group = dist.new_group(ranks)
+            return group.group_name, key(amax_reduction_group=group)
+        finally:
+            dist.destroy_process_group()
+
+    made = [named(ranks) for ranks in ([0, 1], [0, 2], [0, 1, 2], [0, 1])]
+    assert len({name for name, _ in made}) == 1
+    keys = [key(), *(found for _, found in made)]
+    assert keys[1] == keys[4]
+    assert len(set(keys)) == 4
 
 
 def test_variants_measurement_and_what_may_be_asked_change_the_key():

@@ -103,6 +103,12 @@ def test_the_summary(compiled, page):
         assert f"</span>{dtype} " in text
 
 
+def test_the_use_of_torchs_cache(compiled, page):
+    ((name, use),) = inspect(compiled).cache.items()
+    assert (name, use) == ("graph_0", "bypassed: torch caches generated code alone")
+    assert f"Compile cache: {name} {use}." in page.read_text(encoding="utf-8")
+
+
 def test_saved_bytes_by_dtype_are_those_of_the_graph(compiled):
     """Against the values that the forward graph returns behind the model's outputs, each storage once."""
     graph = inspect(compiled).graphs[0]

@@ -53,6 +53,23 @@ def test_a_new_node_has_a_value_an_origin_and_a_side(graph):
     assert set(node.meta) == {"val", "partitioner_tag"}, "the origin of `add`, which has none, and no recomputation"
 
 
+def test_equal_calls_are_traced_once_and_have_values_of_their_own(graph, monkeypatch):
+    """Of our operations, whose results are no views. What is only elsewhere in a vector of scales makes no difference."""
+    ops, x = torch.ops.lowering, named(graph)["primals_1"]
+    cursor = Cursor.start(graph)
+    scales = cursor.call(aten.full.default, [7], 1.0)
+    nodes = [cursor.call(ops.cast.default, [x], [scales], torch.float8_e4m3fn, scales_index=[i]) for i in (0, 5)]
+    assert len(cursor.at(named(graph)["add"], True).results) == 1, "all places of a graph know it"
+    first, second = ([cursor.item(node, i).meta["val"] for i in range(1)] for node in nodes)
+    for a, b in zip(first, second, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.fake_mode) == (b.shape, b.stride(), b.dtype, b.fake_mode)
+        assert a.untyped_storage()._cdata != b.untyped_storage()._cdata
+    others = [cursor.call(ops.cast.default, [x], [scales], dtype, scales_index=[0]) for dtype in (torch.float8_e5m2,)]
+    assert others[0].meta["val"][0].dtype == torch.float8_e5m2
+    cursor.call(aten.neg.default, x)
+    assert len(cursor.results) == 2, "torch's own operations may return views"
+
+
 def test_an_inference_graph_has_no_sides(graph):
     graph.output_node().args = (named(graph)["relu"],)
     graph.erase_node(named(graph)["add"])

@@ -140,10 +140,12 @@ def test_it_hits_on_its_second_start_and_equals_the_first(setup, monkeypatch):
         assert facts(warm) == facts(cold)
 
 
-def test_shapes_that_turn_dynamic_hit_from_the_third_start_on():
-    """Torch remembers between starts which sizes changed, so the second compiles another first graph."""
+@each("recipe", ["current", "delayed"])
+def test_shapes_that_turn_dynamic_hit_from_the_third_start_on(recipe):
+    """Torch remembers between starts which sizes changed, so the second compiles another first graph. With delayed scaling the
+    first graph has one call alone, which runs the variant for the first step."""
     with fresh_inductor_cache(), functorch_config.patch(enable_autograd_cache=True):
-        results = [start(mlp, lambda m: fp8_compile(m, "current"), None, True) for _ in range(3)]
+        results = [start(mlp, lambda m: fp8_compile(m, recipe), None, True) for _ in range(3)]
     assert every_use(results[2][0]) == {"hit"}
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[2][1], strict=True))
 

@@ -79,6 +79,7 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
     heat_maps = _heat_maps(inspection.gemms, amaxes, scales, numbers)
     return template.render(
         facts=_facts(inspection),
+        cache=_uses_of_cache(inspection),
         remarks=inspection.remarks(),
         saved=_saved(inspection),
         saved_values=_largest_first(inspection),
@@ -133,6 +134,14 @@ def _bytes(count: int) -> str:
         return f"{count} B"
     power = min(int(math.log10(count) / 3), 4)
     return f"{count / 1000**power:.1f} {' kMGT'[power]}B"
+
+
+def _uses_of_cache(inspection: Inspection) -> dict[str, list[str]]:
+    """Each use of torch's compile cache, with its graphs."""
+    found: dict[str, list[str]] = {}
+    for graph, use in inspection.cache.items():
+        found.setdefault(use, []).append(graph)
+    return found
 
 
 def _saved(inspection: Inspection) -> list[tuple[str, str, float]]:
