@@ -34,7 +34,7 @@ def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
     parameters = context.given(graph)
     gradients = context.gradients_of(graph)
     static = made_only_of(graph, {n for n, given in parameters.items() if given.is_parameter})
-    finder = _Finder(context, gradients, static, parameters)
+    finder = _SiteFinder(context, gradients, static, parameters)
     nodes = [n for n in graph.nodes if is_matmul(n)]
     forward = [finder.forward_site(n) for n in nodes if n not in gradients]
     nested = [finder.nested_site(inner, outer) for outer in graph.nodes for inner in _nested_matmuls(outer)]
@@ -51,7 +51,7 @@ def _nested_matmuls(node: fx.Node) -> list[fx.Node]:
     return [n for n in inner if is_matmul(n)] + [deep for n in inner for deep in _nested_matmuls(n)]
 
 
-class _Finder:
+class _SiteFinder:
     """Makes sites of one graph. Invariant: never changes the graph."""
 
     def __init__(

@@ -231,7 +231,7 @@ def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies,
     weights = frozenset(_recomputed_weights(plan, tensors, weight_copies))
     if any(is_recomputed(n) for n in graph.nodes):  # the user's own activation checkpointing takes precedence
         return dataclasses.replace(plan, recomputed_weights=weights)
-    finder = _Finder(graph, plan, depends_on(graph, tangents), with_operands)
+    finder = _ChainFinder(graph, plan, depends_on(graph, tangents), with_operands)
     chains = {t.value.root: chain for t in tensors if (chain := finder.chain(t)) is not None}
     sites = [d.site for d in plan.decisions if d.site.node in finder.gemms and d.reason is not None and d.site.is_backward]
     for value in dict.fromkeys(o.value for site in sites for o in site.operands if o.kind == "input"):
@@ -251,7 +251,7 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     ]
 
 
-class _Finder:
+class _ChainFinder:
     """Follows values of the forward back to what is available in backward. Invariant: never changes the graph."""
 
     def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node], with_operands: bool):

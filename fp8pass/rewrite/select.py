@@ -45,7 +45,7 @@ def select(
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
     """Routers, heads and thin GEMMs, each with the reason; and the GEMMs that are a head, or that look like one without enough
     evidence to keep them in high precision."""
-    finder = _Finder(graph, context)
+    finder = _UseFinder(graph, context)
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
     for site in sites:
@@ -63,7 +63,7 @@ def select(
     return chosen, frozenset(heads)
 
 
-class _Finder:
+class _UseFinder:
     """Follows what becomes of GEMMs' results. Invariant: never changes the graph."""
 
     def __init__(self, graph: fx.Graph, context: GraphContext):

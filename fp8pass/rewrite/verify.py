@@ -84,7 +84,7 @@ def verify(
             found = "in high precision" if is_left else "in FP8"
             name = gathered.gather.collective.name
             raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
-    planned = _Planned(plan, applied)
+    planned = _PlannedTerms(plan, applied)
     held = [(cast.copies[0], cast.source) for launch in plan.launches for cast in launch if isinstance(cast.source, FromInput)]
     given = {node: term for source in held for node, term in planned.given(*source)}
     meaning = Meaning(known | set(applied.gemms.values()) | set(applied.results.values()), given)
@@ -122,7 +122,7 @@ def _check_arguments(node: fx.Node, **wanted: Any) -> None:
 # -- what the plan says, as terms
 
 
-class _Planned:
+class _PlannedTerms:
     """The terms of what a plan makes. Invariant: they come from the plan, never from what inserted the nodes; only which node
     wrote a copy is what `apply` says."""
 
@@ -294,7 +294,7 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             raise InvariantError(f"{node.name} is gone, the plan keeps it: {decided.reason}")
 
 
-def _check_operands(decision: Rewritten, planned: _Planned, meaning: Meaning) -> None:
+def _check_operands(decision: Rewritten, planned: _PlannedTerms, meaning: Meaning) -> None:
     applied, site = planned.applied, decision.site
     node = applied.gemms[site.node]
     given, terms = arguments_of(node), meaning.arguments(node)
@@ -322,7 +322,7 @@ def _check_operands(decision: Rewritten, planned: _Planned, meaning: Meaning) ->
         raise InvariantError(f"{node.name}: {refusal}")
 
 
-def _check_epilogue(decision: Rewritten, planned: _Planned, nodes: set[fx.Node], meaning: Meaning) -> None:
+def _check_epilogue(decision: Rewritten, planned: _PlannedTerms, nodes: set[fx.Node], meaning: Meaning) -> None:
     """The GEMM's own arguments, and the result whose place it took: the product, without padding, and what is added to it."""
     node, epilogue, applied = decision.site.node, planned.plan.epilogues[decision.site.node], planned.applied
     gemm, result = applied.gemms[node], applied.results[node]
@@ -357,7 +357,7 @@ def _unstored(term: Any) -> Any:
     return Term(term.name, tuple(map(_unstored, term.args)), tuple(move for move in term.moves if move != STORED))
 
 
-def _check_dequantized(decision: Decision, planned: _Planned, meaning: Meaning) -> None:
+def _check_dequantized(decision: Decision, planned: _PlannedTerms, meaning: Meaning) -> None:
     """Operands of a GEMM in high precision that are the data of a copy, times its scales."""
     node = decision.site.node
     for position, wanted in decision.dequantized:
@@ -438,7 +438,7 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
 # -- state
 
 
-def _check_state(planned: _Planned, meaning: Meaning) -> None:
+def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
     """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made the
     amax."""
     plan, applied = planned.plan, planned.applied

@@ -122,7 +122,7 @@ def _lack(gemms: Iterable[GemmEstimate]) -> str | None:
     return None
 
 
-class _Planned(BaseException):
+class _AllKnown(BaseException):
     """Ends a compilation: everything is known."""
 
 
@@ -236,11 +236,11 @@ def _aot(module: fx.GraphModule, examples: list[Any], estimate: Callable[..., No
 
     def joint(traced: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         estimate(traced, inputs, kwargs)
-        raise _Planned
+        raise _AllKnown
 
     def inference(traced: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         estimate(traced, inputs, None)
-        raise _Planned
+        raise _AllKnown
 
     backend = aot_autograd(
         fw_compiler=boxed_nop, inference_compiler=inference, partition_fn=joint, keep_inference_input_mutations=True
@@ -249,7 +249,7 @@ def _aot(module: fx.GraphModule, examples: list[Any], estimate: Callable[..., No
     try:
         with functorch_config.patch(enable_autograd_cache=False), tracing(TracingContext(fake_mode)):
             backend(module, examples)
-    except _Planned:
+    except _AllKnown:
         return
 
 

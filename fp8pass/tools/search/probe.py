@@ -235,7 +235,7 @@ def _parts(ends: list[int]) -> list[slice]:
 
 
 @dataclasses.dataclass
-class _Call:
+class _GraphCall:
     """One call of a graph: its backward comes later."""
 
     index: int
@@ -252,13 +252,13 @@ class _Graph:
         self.gemms: list[Probed | None] = []
         self.inputs: frozenset[str] = frozenset()
         """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
-        self.calls: list[_Call] = []
+        self.calls: list[_GraphCall] = []
         self.pass_of_calls = -1
 
     def enter(self, placement: Placement) -> None:
         if self.pass_of_calls != self.probe.pass_number:
             self.calls, self.pass_of_calls = [], self.probe.pass_number
-        self.calls.append(_Call(self.probe.num_calls, placement))
+        self.calls.append(_GraphCall(self.probe.num_calls, placement))
         self.probe.num_calls += 1
 
     def runner(self, module: fx.GraphModule, *, is_backward: bool) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ class _Graph:
 class _Runner(fx.Interpreter):
     """Runs a graph node by node; at a GEMM it measures."""
 
-    def __init__(self, module: fx.GraphModule, graph: _Graph, call: _Call, is_backward: bool):
+    def __init__(self, module: fx.GraphModule, graph: _Graph, call: _GraphCall, is_backward: bool):
         super().__init__(module)
         self.owner = graph
         self.call = call
