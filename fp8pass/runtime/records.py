@@ -15,7 +15,7 @@ from fp8pass.runtime.session import Part, Session
 
 Uses = Sequence[tuple[Part, Sequence[Placement]]]
 """The parts of a model that run a graph, each with the places of its module instances."""
-Placeable = TypeVar("Placeable", GemmRecord, SavedRecord, KeptRecord)
+Placeable = TypeVar("Placeable", GemmRecord, GatherRecord, SavedRecord, KeptRecord)
 
 
 def placed(records: Iterable[Placeable], uses: Uses) -> list[Placeable]:
@@ -46,15 +46,8 @@ def _rewritten(session: Session) -> list[tuple[Rewrite, Uses]]:
 
 def placed_gathers(records: Sequence[GatherRecord], uses: Uses) -> list[GatherRecord]:
     """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
-    before = [
-        dataclasses.replace(g, module=name, tensor=f"{name}:weight")
-        for part, placements in uses
-        for p in placements
-        for g in records
-        if g.path is not None
-        for name in (part.outer(p.name_module(g.path)),)
-    ]
-    return [g for g in records if g.path is None] + before
+    before = placed([g for g in records if g.path is not None], uses)
+    return [g for g in records if g.path is None] + [dataclasses.replace(g, tensor=f"{g.module}:weight") for g in before]
 
 
 def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
