@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -14,6 +15,9 @@ from lowering.formats import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 #: Row-major reshapes.
 RESHAPES = frozenset(
@@ -253,6 +257,14 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def names_rows(index: fx.Node) -> bool:
     """Tell whether a node is a vector of indices."""
     return value_of(index).dim() == 1 and value_of(index).dtype in (torch.int64, torch.int32)
+
+
+def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items with each key, in their order; keys in the order in which they come first."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def depends_on(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:

@@ -26,7 +26,7 @@ from fp8pass.graph.gemms import (
     sizes_of,
 )
 from fp8pass.graph.origin import Kind
-from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, made_only_of, resolve, resolve_rows
+from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, by_key, made_only_of, resolve, resolve_rows
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
@@ -71,9 +71,7 @@ class _SiteFinder:
         return self._site(node, "output", operands)
 
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
-        by_sequence: dict[int, list[GemmSite]] = {}
-        for site in forward:
-            by_sequence.setdefault(site.node.meta.get("seq_nr", -1), []).append(site)
+        by_sequence: dict[int, list[GemmSite]] = by_key(forward, lambda site: site.node.meta.get("seq_nr", -1))
         taken: Taken = set()
         return [self._backward_site(n, by_sequence, forward, taken) for n in nodes]
 

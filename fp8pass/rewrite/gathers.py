@@ -19,7 +19,7 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.cursor import Cursor, is_recomputed, never_recompute, recomputation_of
 from fp8pass.graph.gathers import Gather, chain_from_input, largest_of_ranks, origins, starts_at_input, waits
 from fp8pass.graph.gemms import GemmSite, GraphContext, addend_of
-from fp8pass.graph.values import operation_name, value_of
+from fp8pass.graph.values import by_key, operation_name, value_of
 from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of
@@ -47,9 +47,7 @@ def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
     if not plan.rewritten or not (found := waits(graph)):
         return plan
     facts = _facts(graph, plan)
-    read: dict[fx.Node | None, list[QuantizedTensor]] = {}
-    for tensor in facts.layouts:
-        read.setdefault(facts.origin[tensor.value.root], []).append(tensor)
+    read = by_key(facts.layouts, lambda tensor: facts.origin[tensor.value.root])
     gathered = [_decide(facts, Gather.read(w, context.shares_scales), tuple(read[w])) for w in found if w in read]
     return dataclasses.replace(plan, gathers=tuple(gathered))
 

@@ -29,7 +29,7 @@ from fp8pass.graph.gemms import (
     operands_of,
 )
 from fp8pass.graph.origin import TensorName
-from fp8pass.graph.values import Operand, same_size, value_of
+from fp8pass.graph.values import Operand, by_key, same_size, value_of
 from fp8pass.inputs import USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe
@@ -215,9 +215,7 @@ class Plan:
     @functools.cached_property
     def copies(self) -> dict[QuantizedTensor, list[Copy]]:
         """The copies that each tensor needs, rowwise first."""
-        needed: dict[QuantizedTensor, list[Copy]] = {}
-        for copy in dict.fromkeys(c for d in self.rewritten for c in d.copies):
-            needed.setdefault(copy.tensor, []).append(copy)
+        needed = by_key(dict.fromkeys(c for d in self.rewritten for c in d.copies), lambda copy: copy.tensor)
         return {tensor: sorted(copies, key=lambda c: c.columnwise) for tensor, copies in needed.items()}
 
     @functools.cached_property

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tell
+from fp8pass.graph.values import by_key
 from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.saved import SavedRecord
@@ -164,11 +165,8 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError.
 
     Those that are expected to have their rows in the table only."""
-    reasons: dict[str, list[str]] = {}
-    for path in paths:
-        run = session.eager.found[path]
-        if not run.is_expected:
-            reasons.setdefault(run.reason.detail, []).append(path)
+    runs = session.eager.found
+    reasons = by_key((path for path in paths if not runs[path].is_expected), lambda path: runs[path].reason.detail)
     if not reasons:
         return
     root = session.root()

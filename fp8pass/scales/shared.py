@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8pass.recipes import DelayedScaling
+from fp8pass.graph.values import by_key
 from fp8pass.scales.store import ALIGNMENT, Buffers, DelayedStore, has_own_functions, update
 
 #: So many times at most a store moves: one whose steps end with others' by turns is updated on its own.
@@ -50,10 +50,7 @@ class SharedBuffers:
 def end_steps(stores: Sequence[DelayedStore], others: Sequence[DelayedStore] = ()) -> None:
     """Update all histories and scales of these stores from their staged amaxes, which ranks have made equal before: one update
     for those of one recipe and device. others: stores whose step goes on, and that no graph under way writes to."""
-    alike: dict[tuple[DelayedScaling, torch.device], list[DelayedStore]] = {}
-    for store in stores:
-        if len(store):
-            alike.setdefault((store.recipe, store.device), []).append(store)
+    alike = by_key(filter(len, stores), lambda store: (store.recipe, store.device))
     with torch.no_grad():
         for (recipe, device), held in alike.items():
             for store in held:

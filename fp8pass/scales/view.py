@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.graph.origin import TensorName
+from fp8pass.graph.values import by_key
 from fp8pass.runtime.instances import module_paths
 from fp8pass.runtime.session import Part, Session, end_steps, part_of
 from fp8pass.scales.reduction import is_distributed
@@ -338,10 +339,8 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
         raise CheckpointMismatchError(
             f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
         )
-    placed: dict[DelayedStore, list[str]] = {}
-    for name in names:  # the rules tell the store where no graph has claimed the tensor
-        store = _store_of(session, name) or session.stores.expected_store(TensorName.parse(name))
-        placed.setdefault(store, []).append(name)
+    # The rules tell the store where no graph has claimed the tensor.
+    placed = by_key(names, lambda n: _store_of(session, n) or session.stores.expected_store(TensorName.parse(n)))
     restored = set[str]().union(*(store.restored for store in _stores(session)))
     if set(own) - restored:
         check_names(names, own)

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import ReleasedWeightError, StaleWeightError, preview
 from fp8pass.graph.origin import TensorName
+from fp8pass.graph.values import by_key
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.scales.store import DelayedStore
@@ -458,10 +459,7 @@ def checksums_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _checksums(known: Mapping[CachedWeight, Known]) -> Iterable[tuple[list[CachedWeight], torch.Tensor]]:
     """The checksums of Parameters, one launch per device."""
-    by_device: dict[torch.device, list[CachedWeight]] = {}
-    for weight in known:
-        by_device.setdefault(weight.device, []).append(weight)
-    for weights in by_device.values():
+    for weights in by_key(known, lambda weight: weight.device).values():
         yield weights, checksums_of([known[w][0][0] for w in weights])
 
 

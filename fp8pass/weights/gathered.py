@@ -55,6 +55,7 @@ from torch import nn
 
 from fp8pass.errors import OptionError
 from fp8pass.graph.origin import Path
+from fp8pass.graph.values import by_key
 from fp8pass.inputs import in_backward
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rules import Rules
@@ -406,11 +407,9 @@ class GatheredWeight:
             data, scales = eager.compact(shard, self.weight.quantization, columnwise=self._columnwise, amaxes=amaxes)
             return Made((data,), (scales,))
         if self._made is None:
-            kinds: dict[CastKind, list[GatheredWeight]] = {}
-            for one in self._batch:
-                if one.is_active and one.has_one_scale and one._knows_scale and not one._is_of_another_step:
-                    kinds.setdefault(one._kind, []).append(one)
-            for kind, same in kinds.items():
+            active = (one for one in self._batch if one.is_active and one.has_one_scale)
+            sent = [one for one in active if one._knows_scale and not one._is_of_another_step]
+            for kind, same in by_key(sent, lambda one: one._kind).items():
                 shards = [one.managed.shard.detach().to(one.managed.dtype) for one in same]
                 scale = torch.cat([one._next_scale() for one in same])
                 for one, made in zip(same, quantize(kind, shards, scale), strict=True):
@@ -632,11 +631,9 @@ def _largest_amaxes(
     weights: list[GatheredWeight], amaxes_of: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 ) -> dict[GatheredWeight, torch.Tensor]:
     """The amaxes of whole weights, float32: of their shards, reduced by one all-reduce per group of ranks."""
-    by_ranks: dict[Any, list[GatheredWeight]] = {}
-    for weight in sorted(weights, key=lambda w: str(w.key)):  # an order that is the same on all ranks
-        by_ranks.setdefault(weight.managed.ranks, []).append(weight)
+    in_order = sorted(weights, key=lambda w: str(w.key))  # which is the same on all ranks
     found: dict[GatheredWeight, torch.Tensor] = {}
-    for ranks, same in by_ranks.items():
+    for ranks, same in by_key(in_order, lambda w: w.managed.ranks).items():
         with torch.no_grad():
             own = amaxes_of([w.managed.shard.detach() for w in same])
             # The gathered Parameter may be rounded. Rounding keeps the order of magnitudes, so that of the largest is the

@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8pass.cost import Device, Estimate, graph_speedup
 from fp8pass.graph.origin import family
+from fp8pass.graph.values import by_key
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
 
@@ -197,10 +198,7 @@ class Estimation:
         columns = ["layer, m x n x k of its output", *self.recipes]
         layers: dict[tuple[str, str], dict[str, list[GemmEstimate]]] = {}
         for name, recipe in self.recipes.items():
-            of_module: dict[str, list[GemmEstimate]] = {}
-            for gemm in recipe.gemms:
-                of_module.setdefault(gemm.record.module, []).append(gemm)
-            for module, gemms in of_module.items():
+            for module, gemms in by_key(recipe.gemms, lambda gemm: gemm.record.module).items():
                 first = gemms[0].record
                 shape = shape_text(first.m, first.n, first.k, first.groups)
                 layers.setdefault((family(module), shape), {}).setdefault(name, []).extend(gemms)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.origin import family
+from fp8pass.graph.values import by_key
 from fp8pass.tools.inspection.report import Inspection
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text
 
@@ -122,10 +123,7 @@ def _side(given: Inspection | Mapping[str, Any], which: str) -> Decisions:
 
 
 def _by_place(gemms: Iterable[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    held: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for gemm in gemms:
-        held.setdefault((gemm["module"], gemm["role"]), []).append(gemm)
-    return held
+    return by_key(gemms, lambda gemm: (gemm["module"], gemm["role"]))
 
 
 def _paired(

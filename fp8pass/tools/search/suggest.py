@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import OptionError
+from fp8pass.graph.values import by_key
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.tools.tables import as_text, make_table
 
@@ -242,9 +243,7 @@ def _cells(g: Sensitivity) -> list[str]:
 
 def patterns(gemms: Sequence[Sensitivity]) -> dict[str, None]:
     """Rules for those that are kept: one for a module all of whose GEMMs are, else one per role."""
-    of_module: dict[str, list[Sensitivity]] = {}
-    for g in gemms:
-        of_module.setdefault(g.module, []).append(g)
+    of_module = by_key(gemms, lambda g: g.module)
     found: dict[str, None] = {}
     for g in gemms:
         if g.kept:
