@@ -130,7 +130,7 @@ def _tritons_own(has_driver: bool) -> list[Lack]:
         lacks.append(_fatal(f"ptxas ({in_words(error)})", "Triton assembles its kernels with it"))
     else:
         if not chosen.is_right:
-            lacks.append(Lack("ptxas 13.0 or newer", f"kernels are assembled by {chosen}; see docs/assemblers.md"))
+            lacks.append(Lack("ptxas 13.0 or newer", f"kernels are assembled by {chosen}; see docs/gpu-status.md"))
     if has_driver:
         try:
             from triton.runtime import driver

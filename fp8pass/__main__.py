@@ -23,9 +23,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _PACKAGES = ("triton", "transformers", "accelerate", "peft", "lightning", "torchtitan", "torchao", "numpy", "rich")
 #: Folders in that of torch's caches, and what is in them.
 _CACHES = {
-    "aotautograd": "compiled graphs, with what fp8pass decided",
+    "aotautograd": "compiled graphs, with the decisions of fp8pass",
     "fxgraph": "generated code",
-    "fp8pass": "inputs that graphs ask for",
+    "fp8pass": "the extra inputs of each graph",
     "triton": "kernels",
 }
 _SCALES = {
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         " (model, *args)")  # fmt: skip
     add("sizes", nargs="*", default=[], metavar="NAME=VALUE", help="values that replace those of the configuration")
     add("--tokens", type=_positive, default=8192, help="tokens, or patches of images, of one forward (%(default)s)")
-    add("--sequence", type=_positive, default=8192, help="of which this many are one text (%(default)s)")
+    add("--sequence", type=_positive, default=8192, help="tokens of one text (%(default)s)")
     add("--gpu", default="h200", help=f"{', '.join(DEVICES)} (%(default)s)")
     add("--recipe", default="all", help=f"all, {', '.join(PRESETS)} (%(default)s)")
     add("--dtype", choices=_DTYPES, default="bfloat16", help="of the Parameters of a configuration's model (%(default)s)")

@@ -173,8 +173,8 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
                 f"{type(model).__name__} is not compiled in place itself: {preview(inside)} are; call fp8_uncompile on each"
             )
         raise NotCompiledError(
-            f"{type(model).__name__} is not compiled in place, so there is nothing to undo. What fp8_compile returns without"
-            f" in_place=True leaves the model as it is: call the model itself"
+            f"{type(model).__name__} is not compiled in place, so there is nothing to undo. Without in_place=True"
+            f" fp8_compile does not change the model: call the model itself"
         )
     for part in parts_of(model):
         part.session.weights.releases.restore()
@@ -481,8 +481,8 @@ def parts_of(compiled: object) -> list[Part]:
     parts = _compiled_modules(compiled) if isinstance(compiled, nn.Module) else []
     if not parts:
         raise NotCompiledError(
-            f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned, or what"
-            f" torch.compile(model, backend='fp8pass') returned"
+            f"{type(compiled).__name__} did not come from fp8_compile; pass the result of fp8_compile, or"
+            f" of torch.compile(model, backend='fp8pass')"
         )
     return parts
 

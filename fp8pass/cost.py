@@ -228,7 +228,7 @@ def device_called(name: str) -> Device:
     short = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
     if short not in DEVICES:
         raise OptionError(
-            f"device is {name!r}, of which no constants are known.{nearest(short, DEVICES)} Use one of {', '.join(DEVICES)}, or"
+            f"device is {name!r}, which has no constants.{nearest(short, DEVICES)} Use one of {', '.join(DEVICES)}, or"
             f" pass your own: a fp8pass.cost.Device with the rates of its GEMMs and memory"
         )
     return DEVICES[short]

@@ -107,7 +107,7 @@ class InvariantError(Fp8Error, AssertionError):
 def tell(text: str, category: type[Fp8Warning], *, strict: bool) -> None:
     """Warn at the line of the user's code that is running, or raise StrictError."""
     if strict:
-        raise StrictError(f"{text} (strict=True makes an error of it)")
+        raise StrictError(f"{text} (an error because of strict=True)")
     warnings.warn(text, category, stacklevel=_stacklevel_of_caller())
 
 

@@ -117,7 +117,7 @@ class CompileOptions:
             if name not in NAMES:
                 raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
         if options.get("release_frozen"):
-            raise OptionError("release_frozen=True needs calls that fp8pass sees begin; use fp8_compile(..., in_place=True)")
+            raise OptionError("release_frozen=True is an option of fp8_compile only; use fp8_compile(..., in_place=True)")
         given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
         return cls(**given, dynamic=dynamic)
 
@@ -213,7 +213,7 @@ def check_saved_rules(every: Iterable[Rules], saved_activations: str | None) -> 
     """Raise RuleError for rules with the role `saved` where nothing is saved in FP8."""
     named = next((rule.pattern for rules in every for rule in rules.rules if rule.role == SAVED), None)
     if named is not None and saved_activations is None:
-        raise RuleError(f"the rule {named!r} is about saved values, of which none is in FP8: add saved_activations='fp8'")
+        raise RuleError(f"the rule {named!r} is for saved values, and none is saved in FP8: add saved_activations='fp8'")
 
 
 def refuse_torch_pass(patches: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ def refuse_torch_pass(patches: Mapping[str, Any]) -> None:
     given = patches.get("post_grad_fusion_options", config.post_grad_fusion_options)
     if given.get(_TORCH_PASS) is not None:
         raise OptionError(
-            f"torch._inductor.config.post_grad_fusion_options[{_TORCH_PASS!r}] and saved_activations='fp8' both quantize what"
+            f"torch._inductor.config.post_grad_fusion_options[{_TORCH_PASS!r}] and saved_activations='fp8' both quantize values"
             f" the backward reads: delete the key, or leave saved_activations out"
         )
 

@@ -83,4 +83,4 @@ def _write(key: str, stored: bytes) -> None:
 @functools.cache
 def _say_unwritable(target: str, error: str) -> None:
     """Once per folder and error."""
-    log.warning("%s cannot be written, so graphs that ask for inputs are traced twice at each start: %s", target, error)
+    log.warning("%s cannot be written, so graphs with extra inputs are traced twice at each start: %s", target, error)

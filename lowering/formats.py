@@ -3,7 +3,7 @@ that converts to FP8, in our kernels and in those that Inductor generates.
 
 NOTE [one piece of PTX] Four float32 values become one word of four bytes, and nothing else reads its halves. ptxas before 13.0
 fuses the two conversions that fill a word. Where a half is also used alone, as Triton's own conversion uses it if the bytes go
-to two layouts, it then takes that half out of a register that nothing has written (docs/assemblers.md). One piece takes fewer
+to two layouts, it then takes that half out of a register that nothing has written (docs/gpu-status.md). One piece takes fewer
 instructions and registers, too. On compute capability 8.9 it also rounds once, where Triton's own conversion goes through
 float16, towards zero.
 

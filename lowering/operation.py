@@ -240,7 +240,7 @@ class Operation(Generic[P, R]):
         unknown = [name for name in names if name not in self._positions]
         if unknown:
             raise TypeError(
-                f"{asking} of {self.name} asks for {', '.join(unknown)}; its arguments are {', '.join(self._positions)}"
+                f"{asking} of {self.name} requests {', '.join(unknown)}; its arguments are {', '.join(self._positions)}"
             )
 
     def _require_signature(self, function: Callable[..., Any]) -> None:

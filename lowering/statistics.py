@@ -354,7 +354,7 @@ def _check(
     """One scale per tensor is given, others are not; a copy is asked for, and one where both are the same."""
     is_one = Granularity(granularity) is Granularity.TENSOR_WISE
     if rowwise + columnwise not in ((1,) if is_one else (1, 2)):
-        raise ValueError(f"rowwise={rowwise}, columnwise={columnwise}: ask for {'one copy' if is_one else 'a copy'}")
+        raise ValueError(f"rowwise={rowwise}, columnwise={columnwise}: request {'one copy' if is_one else 'a copy'}")
     is_given = scale is not None and scale_inv is not None
     if is_one != is_given:
         needs = "takes scale and scale_inv" if not is_given else "computes its own scales; leave scale and scale_inv out"

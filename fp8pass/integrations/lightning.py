@@ -6,7 +6,7 @@
     trainer = lightning.Trainer(callbacks=[Fp8Callback("delayed")])
     trainer.fit(module, dataloader)
 
-A runnable example: the page on integrations in `docs/`.
+A runnable example: `docs/training-setups.md`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Fp8Callback(Callback):
             known = dict(root.named_modules())
             if self._module not in known:
                 raise OptionError(
-                    f"module is {self._module!r}, and {type(root).__name__} has none such.{nearest(self._module, known)}"
+                    f"module is {self._module!r}, and {type(root).__name__} does not have.{nearest(self._module, known)}"
                 )
             found = [known[self._module]]
         else:

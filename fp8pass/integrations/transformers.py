@@ -297,7 +297,7 @@ def _variables_of_trainer(name: str) -> dict[str, Any] | None:
 def _load(model: Any, folder: str) -> None:
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        log.warning("%s has no %s: it was trained without Fp8Callback, and amax histories begin empty", folder, FILE)
+        log.warning("%s has no %s: it was trained without Fp8Callback, so amax histories start empty", folder, FILE)
         return
     with safe_open(path, framework="pt") as file:
         rules = json.loads((file.metadata() or {}).get(_RULES, "{}"))

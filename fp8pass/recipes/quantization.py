@@ -54,7 +54,7 @@ class Quantization:
     def __post_init__(self) -> None:
         wrong = (
             (self.dtype not in FP8_MAX, f"dtype={self.dtype}: use one of {', '.join(map(str, FP8_MAX))}"),
-            (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True is for BLOCK_1X32 alone"),
+            (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True requires BLOCK_1X32"),
             (not self._has_inverse(), f"inverse={self.inverse!r} does not go with {self.granularity!r} or power_of_2"),
             (not self._has_scale(), f"scale_from={self.scale_from} does not go with {self.granularity!r}"),
             (self.fused and not self.is_of_tensor, "fused=True is for one scale of a whole tensor, from the tensor itself"),

@@ -160,7 +160,7 @@ class Meaning:
                 return Term(operation_name(node), tuple(given.values()))
             return rule(node, **given)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise InvariantError(f"{node.name} does not fit what it reads, {_text(self(list(node.args)))}: {error}") from error
+            raise InvariantError(f"{node.name} does not fit its arguments, {_text(self(list(node.args)))}: {error}") from error
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """The terms of a call's arguments, by name."""

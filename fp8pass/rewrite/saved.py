@@ -230,12 +230,12 @@ def checked(quantization: Quantization, name: str) -> Quantization:
 
 
 def _own_obstacle(node: fx.Node, read: fx.Node, largest: int, weights: Set[fx.Node]) -> Reason | None:
-    """The obstacle of a value itself, which no rule overrides. weights: what is made of Parameters alone."""
+    """The obstacle of a value itself, which no rule overrides. weights: what is computed from Parameters only."""
     value, maker = value_of(node), maker_of(node)
     if not read.users:
         return Reason(ReasonKind.READERS, "nothing reads it")
     if node in weights:
-        return Reason(ReasonKind.DERIVED, "made of Parameters alone")
+        return Reason(ReasonKind.DERIVED, "computed from Parameters only")
     if value.dtype in FP8_MAX:
         return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}: an FP8 copy already")
     if value.dtype not in HIGH_PRECISION_DTYPES:

@@ -460,7 +460,7 @@ def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
                     raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
                 given = arguments_of(node)
                 if given["slots"] is not state.slots:
-                    raise InvariantError(f"{node.name} records in the slots {given['slots']}, which are no slots of the state")
+                    raise InvariantError(f"{node.name} records in the slots {given['slots']}, which are not slots of the state")
                 pairs += [(node, i, amax) for i, amax in zip(given["index"], meaning.arguments(node)["observed"], strict=True)]
         wanted = sorted(tensor_at) if applied.trains else []
         if (recorded := sorted(i for _, i, _ in pairs)) != wanted:

@@ -131,7 +131,7 @@ def _each_obstacle(plan: Plan, tensor: QuantizedTensor) -> Reason | None:
         for copy in read:
             if copy.columnwise != site.is_backward:
                 detail = f"the {site.role} GEMM reads the {'columnwise' if copy.columnwise else 'rowwise'} copy"
-                return Reason(ReasonKind.READERS, f"{detail}, which is not what its gather brings")
+                return Reason(ReasonKind.READERS, f"{detail}, which its gather does not send")
             if not site.is_backward and is_recomputed(site.node):
                 return Reason(ReasonKind.READERS, "activation checkpointing reads the copy of the forward in the backward, too")
     return None
@@ -152,7 +152,7 @@ def refuse_readers(graph: fx.Graph, plan: Plan) -> Plan:
 
 def _obstacle(root: fx.Node, given: GraphInput | None) -> Reason | None:
     if root.op != "placeholder":
-        return Reason(ReasonKind.DERIVED, f"{operation_name(root)} makes it of Parameters in each call")
+        return Reason(ReasonKind.DERIVED, f"{operation_name(root)} computes it from Parameters in each call")
     if given is None or not given.is_parameter:
         return Reason(ReasonKind.DERIVED, "an argument of the call, not a Parameter or buffer of a module")
     return given.not_kept

@@ -180,7 +180,7 @@ class Backend:
         way = compile_inductor if generates_code else compile_aot_eager
         try:
             if self.options.backend != "inductor":
-                raise Uncacheable("torch caches generated code alone")
+                raise Uncacheable("torch caches generated code only")
             key = digest_of([key_of(graph, self.options, variants, may_ask), generates_code])
         except Uncacheable as reason:
             graph.cache = f"bypassed: {reason}"

@@ -157,7 +157,7 @@ def remember(key: str | None, graph: CompiledGraph, needed: Needed) -> None:
     try:
         content = dumped(needed, graph)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        log.info("%s: what it asks for cannot be kept: %s", graph.name, error)
+        log.info("%s: its extra inputs cannot be saved: %s", graph.name, error)
         return
     requests.write(key, content)
 
@@ -187,7 +187,7 @@ def compiled(
     record = next((record for record in reversed(arrived) if record.key == key), None)
     if record is not None and not record.obstacle:
         return _restored(graph, record, function)
-    why = "its entry has no record of ours that is whole" if record is None else record.obstacle
+    why = "its entry has no complete record of the rewrite" if record is None else record.obstacle
     log.warning("%s was found in AOTAutograd's cache and is compiled without it: %s", graph.name, why)
     with without():
         function = compile_inner()

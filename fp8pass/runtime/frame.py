@@ -269,7 +269,7 @@ class Frame:
         if forward_ad._current_level >= 0 and has_tangent(args):
             raise ForwardModeError(
                 "an input or a Parameter carries a tangent of forward-mode differentiation (torch.autograd.forward_ad), which"
-                " FP8 operations do not have. Differentiate the model that was compiled, not what fp8_compile returned, or use"
+                " FP8 operations do not have. Differentiate the uncompiled model, or use"
                 " reverse mode: backward() or torch.autograd.grad"
             )
         session = self._find_session()

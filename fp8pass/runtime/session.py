@@ -156,8 +156,8 @@ class Session:
         if options.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
             what = "torch.compile(backend='fp8pass')" if steps_at_graphs else f"a {type(model).__name__}"
             raise OptionError(
-                f"fsdp_gather={options.fsdp_gather!r} is for an nn.Module that fp8_compile compiles, whose forwards it sees"
-                f" begin, and not for {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
+                f"fsdp_gather={options.fsdp_gather!r} needs an nn.Module that fp8_compile compiles,"
+                f" not {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
             )
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
         """The model; None where it was deleted, and for a function."""

@@ -183,7 +183,7 @@ def _read_by(code: types.CodeType, variables: dict[str, Any]) -> Iterator[tuple[
                 break
             name, value = f"{name}.{following.argval}", getattr(value, following.argval, None)
         if isinstance(value, types.ModuleType):
-            raise Uncacheable(f"{code.co_qualname} hands the module {value.__name__} on, and what becomes of it is not known")
+            raise Uncacheable(f"{code.co_qualname} passes the module {value.__name__} on, so its use is not known")
         yield name, value
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

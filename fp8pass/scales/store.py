@@ -302,7 +302,7 @@ class DelayedStore:
         offset -= offset % ALIGNMENT
         if columns and max(columns) - offset >= size:
             raise InvariantError(
-                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"
+                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile again"
             )
         slots = torch.zeros(size, dtype=torch.int64)
         slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset

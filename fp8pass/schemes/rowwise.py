@@ -65,7 +65,7 @@ class RowScheme(Scheme):
         if (obstacle := engine_obstacle(quantization)) is not None:
             return obstacle
         if not is_even:
-            return Reason(ReasonKind.SHAPE, f"not all ranks have {rows} rows, and scales of rows travel with all or none")
+            return Reason(ReasonKind.SHAPE, f"not all ranks have {rows} rows, and row scales are sent by all ranks or by none")
         return 1 + Fraction(4, columns)
 
     def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:

@@ -57,7 +57,7 @@ def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
     left_out = whole.numel() - math.prod(sizes[whole.dim() :])
     if left_out <= (gather.num_ranks - 1) * max(whole.numel() // whole.shape[0], sizes[-3]):
         return None
-    return Reason(ReasonKind.SCALES, "a part of what is gathered has amaxes of its own, which shards do not have")
+    return Reason(ReasonKind.SCALES, "a part of the gathered tensor has amaxes of its own, which its shards do not have")
 
 
 class Scheme(abc.ABC):

@@ -80,7 +80,7 @@ class RewrittenGraph:
         found = USUAL.union(*(inputs.variants() for inputs in self._bound))
         if unknown := found - {FIRST_STEP}:
             raise UnsupportedError(
-                f"a graph that others own has no variant {preview(sorted(unknown))}, which a provider asks for"
+                f"a provider requests the variant {preview(sorted(unknown))}, which a rewritten graph does not have"
             )
         return found
 
@@ -239,7 +239,7 @@ def _names(graph: fx.GraphModule, inputs: Sequence[str | None] | None) -> list[s
         raise OptionError(f"inputs holds {inputs if wrong is None else wrong!r}; use names such as 'wq.weight', or None")
     if len(names) > len(placeholders):
         extra = [str(n) for n in names[len(placeholders) :]]
-        raise OptionError(f"inputs has {len(names)} names, and the graph {len(placeholders)} inputs; what of {preview(extra)}?")
+        raise OptionError(f"inputs has {len(names)} names, and the graph {len(placeholders)} inputs; remove {preview(extra)}")
     return names + [None] * (len(placeholders) - len(names))
 
 

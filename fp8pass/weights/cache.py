@@ -472,7 +472,7 @@ def _stale_text(paths: list[str]) -> str:
     which = f"Parameter {paths[0]} has" if len(paths) == 1 else f"{len(paths)} Parameters have"
     names = "" if len(paths) == 1 else f" ({preview(paths)})"
     return (
-        f"{which} other content than the FP8 copies that calls have read since, and the change left no trace{names}."
+        f"{which} changed since the FP8 copies that calls read were made, and the change was not counted{names}."
         f" weight_copies='cache' keeps copies until it detects a change. It cannot detect writes through .data, by a fused"
         f" operation called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
         f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which"

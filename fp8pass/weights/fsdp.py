@@ -103,9 +103,9 @@ def obstacle(found: Managed) -> Reason | None:
             " root's own Parameters, too",
         )
     if found.ranks.size() == 1:
-        return Reason(ReasonKind.BYTES, "FSDP2 shards it over one rank, so nothing travels")
+        return Reason(ReasonKind.BYTES, "FSDP2 shards it over one rank, so nothing is sent")
     if parameter.is_dtensor:
-        return Reason(ReasonKind.SHARDED, "FSDP2 shards what tensor parallelism has sharded before")
+        return Reason(ReasonKind.SHARDED, "tensor parallelism has sharded it before FSDP2")
     if type(local) is not torch.Tensor:
         return Reason(ReasonKind.SHARDED, f"its shard is a {type(local).__name__}, which defines its own gather")
     if others:
@@ -195,7 +195,7 @@ def not_kept(parameter: object) -> Reason | None:
         return Reason(ReasonKind.UNTRACKED, "the tensor is not known when the graph is compiled")
     is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
     if is_wrapper:
-        return Reason(ReasonKind.SHARDED, f"a {type(parameter).__name__}, which is made of other tensors in each call")
+        return Reason(ReasonKind.SHARDED, f"a {type(parameter).__name__}, computed from other tensors in each call")
     # FSDP1 or FSDP2: the same Parameter with new content and the same version each time.
     is_of_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
     if is_of_fsdp1 or managed_as(parameter) is not None:

@@ -599,8 +599,8 @@ class ParameterGathers:
             gc.collect()  # a model that was given up may be part of a cycle
             if self._other_owner(managed):
                 raise OptionError(
-                    f"fsdp_gather='fp8': {managed.name} is gathered in FP8 for another compiled model; give fsdp_gather to one"
-                    f" of them alone"
+                    f"fsdp_gather='fp8': {managed.name} is gathered in FP8 for another compiled model; give fsdp_gather to only"
+                    f" one of them"
                 )
         batch = self._batches[id(managed.group)]
         members = {*(w for w in batch if w.is_alive), weight}

@@ -33,15 +33,15 @@ _set_message: Callable[[int, str], None] | None = getattr(torch._C, "_set_storag
 CAN_REFUSE = _set_message is not None
 
 MESSAGE = (
-    "this Parameter has no values: fp8_compile(release_frozen=True) keeps FP8 copies of it alone, for the compiled model. To"
+    "this Parameter has no values: fp8_compile(release_frozen=True) keeps only FP8 copies of it, for the compiled model. To"
     " read or train it: fp8pass.state(compiled).restore_weights(), which gives it their values. To change it: load_state_dict,"
     " or p.data = values. To save the model: fp8pass.export_fp8 or state_dict_fp8, or adapters alone"
 )
 WITHHELD = (
     "this Parameter has no values now: fp8_compile(fsdp_gather='fp8') gathered only its FP8 copies, for the compiled graphs."
     " Read it between steps. To read it in a hook of its module, register the hook before the first forward: then the module's"
-    " Parameters travel as they are. Where its module ran eagerly at the recompile limit, raise"
-    " torch._dynamo.config.recompile_limit. Else leave fsdp_gather out"
+    " Parameters are gathered in high precision. Where its module ran eagerly at the recompile limit, raise"
+    " torch._dynamo.config.recompile_limit. Otherwise leave fsdp_gather out"
 )
 
 #: Reads no values; nor do names that begin with "is_", but for `_READING`.

@@ -167,7 +167,7 @@ class Releases:
         if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
             return Reason(ReasonKind.READERS, "no graph with a backward has run, which may need more of it")
         if any(len(w.shape) == 3 and not _is_restorable(w) for w in weights):
-            detail = "a batch of matrices with scales of parts of rows, of which it could not be restored"
+            detail = "a batch of matrices with scales of parts of rows, from which it could not be restored"
             return Reason(ReasonKind.SHAPE, detail)
         if has_breaks and not CAN_REFUSE:
             detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"

@@ -100,7 +100,7 @@ def _require_triton(gemm: BlockwiseGemm) -> None:
     if not runs_kernels(device):
         raise NotImplementedError(
             f"{torch.cuda.get_device_name(device)} has no FP8 tensor cores (compute capability"
-            f" {cuda_capability(device)}, needed is {FP8_CAPABILITY}), or Triton is not installed;"
+            f" {cuda_capability(device)}; {FP8_CAPABILITY} is required), or Triton is not installed;"
             " implementation='reference' emulates the GEMM in float32"
         )
 

@@ -335,7 +335,7 @@ def check_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; pass a matrix [S, C]")
     if align < 1 or align & (align - 1):
-        raise ValueError(f"align is {align}; use a power of two: 16, or what layouts.alignment says")
+        raise ValueError(f"align is {align}; use a power of two: 16, or the value of layouts.alignment")
     check_offs(offs)
     check_index(index)
 

@@ -1,4 +1,4 @@
-"""The ptxas that assembles our kernels: 13.0 or newer, where there is one (docs/assemblers.md).
+"""The ptxas that assembles our kernels: 13.0 or newer, where there is one (docs/gpu-status.md).
 
 NOTE [assembled again] Triton's knobs belong to the process: set for our kernels, they would hold for what other threads compile
 in the meantime, and Triton asks for its assembler's version only once, so that its cache would mix the two. So Triton compiles
@@ -86,7 +86,7 @@ def of_path(path: str) -> Assembler:
     """A ptxas that somebody names. ValueError if it is none, or does not run."""
     version = _version_of(path)
     if version is None:
-        raise ValueError(f"{path} is not a ptxas that runs here: it has to print its release for --version")
+        raise ValueError(f"{path} is not a ptxas that runs here: it must print its release for --version")
     return Assembler(path, version, "given")
 
 

@@ -1,4 +1,4 @@
-"""Tell which ptxas assembles our kernels on this machine, and whether it is known to be wrong (docs/assemblers.md).
+"""Tell which ptxas assembles our kernels on this machine, and whether it is known to be wrong (docs/gpu-status.md).
 
     python -m lowering.triton.check [--arch 89 90] [--ptxas PATH]
 

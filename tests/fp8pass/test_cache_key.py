@@ -371,7 +371,7 @@ def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
         ("torch.rand(())", "rand, which it calls, may return something else"),
         ("CHANCE", "an object of builtins.object"),
         ("__import__('os')", "may return something else|has no text"),
-        ("helper(math)", "hands the module math on"),
+        ("helper(math)", "passes the module math on"),
         ("from os import environ", "imports os when it runs"),
         ("open('settings')", "may return something else"),
     ],

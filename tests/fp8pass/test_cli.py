@@ -93,7 +93,7 @@ def test_a_function_of_a_module(tmp_path, monkeypatch, capsys):
 
 def test_an_unknown_gpu_is_named_first(capsys):
     assert main(["estimate", "no such model", "--gpu", "a100"]) == 2
-    assert "device is 'a100', of which no constants are known. Did you mean 'h100'?" in capsys.readouterr().err
+    assert "device is 'a100', which has no constants. Did you mean 'h100'?" in capsys.readouterr().err
 
 
 def test_sizes_may_stand_behind_options(capsys):

@@ -42,7 +42,7 @@ def test_another_rule_is_the_only_cause_even_where_shapes_differ(plain):
         (f"layers.1.{i}", "grad_weight", ("rule: none -> 'layers.1.*:grad_weight'",)) for i in (2, 0)
     ]
     assert all(c.before["quantized"] and not c.after["quantized"] for c in found.changes)
-    assert found.settings == ["Rule 'layers.1.*:grad_weight' is in the second alone."]
+    assert found.settings == ["Rule 'layers.1.*:grad_weight' is only in the second."]
 
 
 def test_the_same_rule_with_another_recipe():
@@ -89,7 +89,7 @@ def test_gemms_of_one_side_are_listed(plain):
         f"layers.2.{i}:{role}" for i in (0, 2) for role in ("output", "grad_input", "grad_weight")
     )
     assert bool(found)
-    assert "6 are in the second alone: layers.2.0:output" in str(found)
+    assert "6 are only in the second: layers.2.0:output" in str(found)
 
 
 def test_saved_inspections_and_another_version(plain):

@@ -354,7 +354,7 @@ def test_derived_weights_and_inference_tensors_have_their_reasons():
     with torch.inference_mode():
         untracked = Derived()
     for model, reasons in (
-        (Derived(), [None, "derived: add makes it of Parameters in each call"]),
+        (Derived(), [None, "derived: add computes it from Parameters in each call"]),
         (untracked, ["derived: add", "untracked: made in torch.inference_mode(), so its changes are not counted"]),
     ):
         compiled = compile_model(model, weight_copies="cache")

@@ -71,7 +71,7 @@ class OfOneHalf(Gathering):
         return nn.Linear.forward(self, gather(x)[:16])
 
 
-PART = "scales: a part of what is gathered has amaxes of its own, which shards do not have"
+PART = "scales: a part of the gathered tensor has amaxes of its own, which its shards do not have"
 HIGH = "readers: {} reads the gathered tensor in high precision"
 CASES = {
     "current": (Gathering(), (16, 32), "current", {}, (None, 1.0)),

@@ -645,7 +645,7 @@ def test_what_is_made_of_parameters_alone_is_no_activation():
     compiled, _ = step(Scaled(), "current", torch.randn(64, 256), select="all")
     assert not any(v.shape == (256, 256) for v in in_fp8(compiled))
     assert {v.reason for v in saved(compiled) if v.shape == (256, 256) and v.dtype == "float32"} <= {
-        "derived: made of Parameters alone"
+        "derived: computed from Parameters only"
     }
 
 

@@ -143,7 +143,7 @@ def test_a_record_that_is_damaged_or_for_another_key_is_not_used(monkeypatch, ca
     for wrong in (lambda k, c, o, d: arrive("other", c, o, d), lambda k, c, o, d: arrive(k, c[:-1], o, d)):
         monkeypatch.setattr(cache, "_arrive", wrong)
         again, second = start("current", steps=1)
-        assert inspect(again).cache == {"graph_0": "bypassed: its entry has no record of ours that is whole"}
+        assert inspect(again).cache == {"graph_0": "bypassed: its entry has no complete record of the rewrite"}
         assert all(map(torch.equal, first, second))
         assert len(inspect(again).gemms) == 5
     assert [r.message for r in caplog.records if "compiled without it" in r.message]
@@ -164,8 +164,8 @@ def test_what_torch_does_not_cache_has_its_reason():
 
 def test_no_code_is_no_cache():
     compiled, _ = start("current", steps=1, backend="aot_eager")
-    assert inspect(compiled).cache == {"graph_0": "bypassed: torch caches generated code alone"}
-    assert inspect(compiled).to_dict()["graphs"][0]["cache"] == "bypassed: torch caches generated code alone"
+    assert inspect(compiled).cache == {"graph_0": "bypassed: torch caches generated code only"}
+    assert inspect(compiled).to_dict()["graphs"][0]["cache"] == "bypassed: torch caches generated code only"
 
 
 def test_the_backward_of_a_hit_refuses_batches_of_gradients():

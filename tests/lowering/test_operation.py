@@ -105,7 +105,7 @@ def test_a_misspelt_fake_raises():
         def _(x: torch.Tensor) -> torch.Tensor:
             return x
 
-    with pytest.raises(TypeError, match=r"the fake .* asks for y; its arguments are x, factor, offset, bias"):
+    with pytest.raises(TypeError, match=r"the fake .* requests y; its arguments are x, factor, offset, bias"):
 
         @operation.fake
         def _(y: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_checks_run_before_the_computation_but_not_in_tracing():
         with pytest.raises(ValueError, match="factor is -1"):
             function(torch.ones(1), -1.0)
     assert operation.overload(torch.ones(3, device="meta"), -1.0).shape == (3,)
-    with pytest.raises(TypeError, match=r"the check check_factor of .* asks for factor"):
+    with pytest.raises(TypeError, match=r"the check check_factor of .* requests factor"):
         define(raise_to, mutates=["total"], checks=[check_factor])
 
 
@@ -278,7 +278,7 @@ def test_an_indexed_list_may_mix_scalars_and_elements():
 
 
 def test_what_is_indexed_must_be_an_argument():
-    with pytest.raises(TypeError, match=r"`indexed` of .* asks for scale; its arguments are x, weight, offset"):
+    with pytest.raises(TypeError, match=r"`indexed` of .* requests scale; its arguments are x, weight, offset"):
         define(weighted, indexed=["scale"])
 
 

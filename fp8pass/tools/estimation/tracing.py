@@ -88,8 +88,8 @@ def estimate_model(
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OptionError(
-            f"what {type(model).__name__} does depends on values, and an estimate has none ({error}): call it with"
-            f" arguments that leave this code out, or estimate the modules around it"
+            f"the code of {type(model).__name__} depends on values of tensors, which an estimate does not have ({error}): pass"
+            f" arguments that avoid this code, or estimate the modules around it"
         ) from error
     seconds = sum(flops / (target.bf16_flops * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in tracer.attention)
     for each in tracer.found.values():

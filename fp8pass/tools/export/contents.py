@@ -218,7 +218,7 @@ def _split(
 def _not_read(model: nn.Module, name: str) -> str:
     if isinstance(_owner(model, name), nn.Embedding):
         return "embedding: no GEMM reads it"
-    return "no forward GEMM that has run reads it as it is"
+    return "no forward GEMM that has run reads it unchanged"
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module | None:
@@ -259,7 +259,7 @@ def _obstacle(
     """Why a weight cannot be written in these pieces."""
     rows, columns = tensor.shape[-2:]
     if is_pretrained(model) and tensor.dim() == 3 and pieces[0].matrix is None:
-        return "experts: on disk they are one tensor, of which loaders do not read scales"
+        return "experts: on disk they are one tensor, whose scales loaders do not read"
     if is_pretrained(model) and scheme.kind is ScaleKind.BLOCK and columns % BLOCK:
         return f"shape: K is {columns}, and loaders divide inputs into groups of {BLOCK}"
     for piece in pieces:
@@ -279,7 +279,7 @@ def _keep_one_scheme(stored: dict[str, Stored], kept: dict[str, str], fmt: Check
     for s in stored.values():
         sizes[s.scheme] = sizes.get(s.scheme, 0) + s.parameter.numel()
     for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
-        kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, here another"
+        kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, and this weight another"
         del stored[s.name]
 
 

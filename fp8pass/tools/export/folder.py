@@ -99,8 +99,8 @@ def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Cont
     model = unwrapped(model)
     if getattr(model, "peft_config", None):
         raise ExportError(
-            f"{type(model).__name__} has adapters, which the formats do not hold; compile and export what"
-            f" model.merge_and_unload() returns"
+            f"{type(model).__name__} has adapters, which the formats do not hold; compile and export the result"
+            f" of model.merge_and_unload()"
         )
     fmt = format_called(format)
     for part in parts:
@@ -231,7 +231,7 @@ def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
     dtype: object = model.dtype
     if _is_mx(contents) and dtype is not torch.bfloat16:
         remarks.append(
-            f"config.json says bfloat16: compressed-tensors makes weights of it where it dequantizes blocks of 32. The other"
+            f"config.json says bfloat16: compressed-tensors dequantizes blocks of 32 to it. The other"
             f" tensors in the files are in {str(dtype).removeprefix('torch.')}."
         )
     return remarks
@@ -266,7 +266,7 @@ def _config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> tuple
     else:
         content = {}
         remarks.append(
-            f"config.json holds quantization_config alone: {type(model).__name__} is not a model of transformers, so that the"
+            f"config.json holds only quantization_config: {type(model).__name__} is not a model of transformers, so the"
             f" rest is not known."
         )
     return {**content, "quantization_config": contents.config}, remarks

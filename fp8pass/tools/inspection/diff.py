@@ -79,7 +79,7 @@ class Difference:
         resized = f", {self.num_resized} of them with another shape" if self.num_resized else ""
         lines = [f"{len(self.changes)} GEMMs changed their decision; {self.num_equal} kept it{resized}."]
         lines += [
-            f"{len(names)} are in the {side} alone: {preview(names)}."
+            f"{len(names)} are only in the {side}: {preview(names)}."
             for side, names in (("first", self.only_before), ("second", self.only_after))
             if names
         ]
@@ -112,7 +112,7 @@ def _side(given: Inspection | Mapping[str, Any], which: str) -> Decisions:
         raise OptionError(
             f"the {which} argument of diff is a {type(given).__name__}"
             + (f" without {error}" if isinstance(error, KeyError) else "")
-            + "; pass inspect(compiled), or what inspect(compiled).to_dict() gave, from a file too"
+            + "; pass inspect(compiled), or the result of inspect(compiled).to_dict(), also from a file"
         ) from error
     if not side["gemms"]:
         raise OptionError(
@@ -186,8 +186,8 @@ def _quoted(pattern: str | None) -> str:
 
 
 def _settings(a: Decisions, b: Decisions) -> list[str]:
-    lines = [f"Rule {p!r} is in the first alone." for p in a["rules"] if p not in b["rules"]]
-    lines += [f"Rule {p!r} is in the second alone." for p in b["rules"] if p not in a["rules"]]
+    lines = [f"Rule {p!r} is only in the first." for p in a["rules"] if p not in b["rules"]]
+    lines += [f"Rule {p!r} is only in the second." for p in b["rules"] if p not in a["rules"]]
     lines += [
         f"Rule {p!r}: {a['rules'][p]} -> {b['rules'][p]}."
         for p in a["rules"]

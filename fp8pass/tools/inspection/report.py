@@ -337,8 +337,8 @@ class Inspection:
             if self.is_in_place:
                 lines = [
                     "Nothing is compiled yet: call the model once, then its backward.",
-                    "It is compiled in place, so call model(x): model.forward(x) runs eagerly, in high precision, and leaves no"
-                    " trace here.",
+                    "It is compiled in place, so call model(x): model.forward(x) runs eagerly, in high precision, and is not"
+                    " recorded here.",
                 ]
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]

@@ -184,7 +184,7 @@ def test_configs(tmp_path):
     assert group["input_activations"]["dynamic"] is True
     assert report.kept == {
         "embed.weight": "embedding: no GEMM reads it",
-        "unused.weight": "no forward GEMM that has run reads it as it is",
+        "unused.weight": "no forward GEMM that has run reads it unchanged",
     }
     assert "layers.*.weight (x3): rowwise: one scale per row" in str(report)
 
