@@ -48,8 +48,13 @@ def trained(model, recipe, **options):
     return compiled
 
 
-def of_weight(recipe, role="output"):
-    return as_recipe(recipe).quantization(types.SimpleNamespace(kind="weight", value=None), role)
+def quantization_of(kind, recipe, role="output"):
+    return as_recipe(recipe).quantization(types.SimpleNamespace(kind=kind, value=None), role)
+
+
+def forward_gemm(recipe, **options):
+    a, b = (quantization_of(kind, recipe) for kind in ("input", "weight"))
+    return Gemm(a.dtype, b.dtype, a.granularity, b.granularity, **options)
 
 
 def state(recipe):
@@ -93,7 +98,7 @@ def released(recipe):
 
 
 def fsdp_gather(recipe):
-    quantization = of_weight(recipe)
+    quantization = quantization_of("weight", recipe)
     scheme = scheme_of(quantization)
     conditions = []
     if isinstance(scheme.shard_obstacle(dataclasses.replace(quantization, same_on_ranks=False), True), Reason):
@@ -103,7 +108,10 @@ def fsdp_gather(recipe):
     whole = next((n for n in (16, 32, 64, 128) if not isinstance(gathered(scheme, quantization, n), Reason)), None)
     if whole != 16:
         conditions.append(f"rows per rank a multiple of {whole}")
-    if recipe == "rowwise" and isinstance(gathered(*scheme_and_quantization("rowwise_with_gw_hp"), 128), Reason):
+    high_precision = "rowwise_with_gw_hp"  # its backward needs another copy, with a scale of its own
+    if recipe == "rowwise" and quantization_of("weight", high_precision) != quantization_of(
+        "weight", high_precision, "grad_input"
+    ):
         conditions.append('not "rowwise_with_gw_hp"')
     return "; ".join(conditions) or "yes"
 
@@ -111,11 +119,6 @@ def fsdp_gather(recipe):
 def gathered(scheme, quantization, num_rows):
     each_time = scheme.sharded_each(quantization, num_rows, WIDTH, True)
     return scheme.sharded(quantization, num_rows, True) if scheme.has_one_copy(quantization) else each_time
-
-
-def scheme_and_quantization(recipe):
-    quantization = of_weight(recipe, "grad_input")
-    return scheme_of(quantization), quantization
 
 
 def compressed_tensors(recipe):
@@ -140,8 +143,6 @@ def fp8_format(recipe):
 
 def match(recipe):
     chosen = fp8pass.Float8BlockScaling(use_f32_scales=True) if recipe == "blockwise" else as_recipe(recipe)
-    if recipe == "rowwise":
-        chosen = fp8pass.Float8RowwiseScaling(use_power_2_scales=False)
     found = []
     for engine in get_args(Engine):
         try:
@@ -153,9 +154,7 @@ def match(recipe):
 
 
 def experts(recipe):
-    quantization = of_weight(recipe)
-    granularity = quantization.granularity
-    gemm = Gemm(quantization.dtype, quantization.dtype, granularity, granularity, is_grouped=True, num_groups=4)
+    gemm = forward_gemm(recipe, is_grouped=True, num_groups=4)
     on_gpus = [refusal(gemm, Platform(c, (13, 0), (2, 13))) is None for c in ((8, 9), (9, 0), (10, 0))]
     return "yes" if all(on_gpus) else "on a CPU; on GPUs in high precision"
 
@@ -206,7 +205,5 @@ WORDS = {
 def test_the_gemm_of_a_recipe_on_a_gpu(recipe, capability):
     row = next(row for name, row in HARDWARE.items() if recipe in name.split(", "))
     cell = next(text for heading, text in row.items() if heading.startswith(f"{capability[0]}.{capability[1]}"))
-    weight = of_weight(recipe)
-    granularity = as_recipe(recipe).quantization(types.SimpleNamespace(kind="input", value=None), "output").granularity
-    gemm = Gemm(weight.dtype, weight.dtype, granularity, weight.granularity, out_dtype=torch.bfloat16)
+    gemm = forward_gemm(recipe)
     assert WORDS[path_of(gemm, Platform(capability, (13, 0), (2, 13)), fast_accum=True)] in cell
