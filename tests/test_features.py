@@ -27,7 +27,10 @@ def rows(first):
     """Text of the first column, without links and code marks -> cells by heading, of the table whose first heading is given."""
     lines = PAGE.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
-    cells = [[re.sub(r"\[(.*?)\]\(.*?\)|`", r"\1", cell).strip() for cell in line.split("|")[1:-1]] for line in lines[start:]]
+    cells = [
+        [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell.replace("`", "")).strip() for cell in line.split("|")[1:-1]]
+        for line in lines[start:]
+    ]
     end = next(i for i, row in enumerate(cells) if not row)
     return {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[2:end]}
 

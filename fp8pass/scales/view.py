@@ -254,12 +254,13 @@ class Fp8State:
             for name, entry in found.items()
             if name.startswith(f"{key}.") and isinstance(entry, TensorStorageMetadata)
         }
-        if not saved:
+        if saved:
+            with warnings.catch_warnings():
+                # Reading alone is intended here, whether or not there is a process group.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load({key: saved}, storage_reader=reader, no_dist=True)
+        elif self._is_stateful:
             raise CheckpointMismatchError(f"{checkpoint_id} has no entries under {key!r}; pass the key that it was saved under")
-        with warnings.catch_warnings():
-            # Reading alone is intended here, whether or not there is a process group.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load({key: saved}, storage_reader=reader, no_dist=True)
         self.load_state_dict(saved)
 
     def __repr__(self) -> str:

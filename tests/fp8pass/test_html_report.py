@@ -105,7 +105,7 @@ def test_the_summary(compiled, page):
 
 def test_the_use_of_torchs_cache(compiled, page):
     ((name, use),) = inspect(compiled).cache.items()
-    assert (name, use) == ("graph_0", "bypassed: torch caches generated code alone")
+    assert (name, use) == ("graph_0", "bypassed: torch caches generated code only")
     assert f"Compile cache: {name} {use}." in page.read_text(encoding="utf-8")
 
 

@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from fp8pass import DelayedScaling, fp8_compile, state
+from fp8pass.errors import CheckpointMismatchError
+from tests.support.cases import each
 from tests.support.models import mlp
 
 
@@ -80,3 +83,17 @@ def test_an_evaluation_after_loading_has_the_loaded_scales(copies):
         compiled(x)  # keeps copies with the scales of the larger weights
         state(compiled).load_state_dict(saved)
         assert compiled(x).equal(wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@each("recipe", ["current", "delayed"])
+def test_a_checkpoint_of_a_recipe_without_state(recipe, tmp_path):
+    """It holds no entries: a recipe without state resumes from it, one with state is told."""
+    dcp.save({"fp8": state(fp8_compile(nn.Linear(16, 16), "current"))}, checkpoint_id=tmp_path / recipe, no_dist=True)
+    resumed = state(fp8_compile(nn.Linear(16, 16), recipe))
+    if recipe == "current":
+        resumed.load_checkpoint(tmp_path / recipe)
+        assert list(resumed.tensors) == []
+    else:
+        with pytest.raises(CheckpointMismatchError, match="has no entries under 'fp8'"):
+            resumed.load_checkpoint(tmp_path / recipe)
