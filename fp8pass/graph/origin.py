@@ -33,7 +33,17 @@ class Path:
     below: str
 
     def __str__(self) -> str:
-        return f"{self.root}.{self.below}" if self.below else self.root
+        return joined(self.root, self.below)
+
+
+def joined(*parts: str) -> str:
+    """A dotted path from its parts, of which "" is the place itself."""
+    return ".".join(part for part in parts if part)
+
+
+def begins(beginning: str, path: str) -> bool:
+    """Whether a dotted path is another one, "" included, or below it."""
+    return not beginning or path == beginning or path.startswith(f"{beginning}.")
 
 
 @functools.lru_cache(maxsize=8192)

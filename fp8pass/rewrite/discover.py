@@ -149,7 +149,7 @@ class _SiteFinder:
             return owner or next((o for o in gathered if o is not None), None)
         if owner is None:
             return path
-        is_below = owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
+        is_below = owner.root == path.root and origin.begins(path.below, owner.below)
         return owner if is_below or path.root not in self.placed else path
 
     def _owner(self, weight: MatrixValue, is_gathered: bool = False) -> origin.Path | None:

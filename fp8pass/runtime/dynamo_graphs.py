@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 from torch.nn.modules.conv import _ConvNd
 
 from fp8pass.graph.gemms import GraphInput, Surroundings
-from fp8pass.graph.origin import Path, parse_path
+from fp8pass.graph.origin import Path, begins, joined, parse_path
 from fp8pass.inputs import ExtraInput
 from fp8pass.runtime.instances import without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
@@ -367,13 +367,13 @@ def _moved(text: str, moves: Moves) -> str:
         return text
     for found in moves:
         path = _moved_by(path, found)
-    return f"L['{path.root}']" + (f".{path.below}" if path.below else "")
+    return joined(f"L['{path.root}']", path.below)
 
 
 def _moved_by(path: Path, found: dict[Path, Path]) -> Path:
-    fits = [old for old in found if old.root == path.root and (not old.below or f"{path.below}.".startswith(f"{old.below}."))]
+    fits = [old for old in found if old.root == path.root and begins(old.below, path.below)]
     if not fits:
         return path
     old = max(fits, key=lambda p: len(p.below))
     new, rest = found[old], path.below[len(old.below) :].lstrip(".")
-    return Path(new.root, ".".join(part for part in (new.below, rest) if part))
+    return Path(new.root, joined(new.below, rest))

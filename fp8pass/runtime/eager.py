@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GraphInput
+from fp8pass.graph.origin import joined
 from fp8pass.inputs import in_backward, listen, untraced
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 
@@ -370,7 +371,7 @@ def _parts(
     for name, child in module._modules.items():
         if child is None or (_is_compiled(child) and not follow_compiled):
             continue
-        yield from _parts(child, follow_compiled, f"{path}.{name}" if path else name, seen)
+        yield from _parts(child, follow_compiled, joined(path, name), seen)
 
 
 def _is_compiled(module: nn.Module) -> bool:

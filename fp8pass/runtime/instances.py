@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.gemms import GraphInput
-from fp8pass.graph.origin import Path, TensorName
+from fp8pass.graph.origin import Path, TensorName, begins, joined
 from fp8pass.weights.parameters import Seen
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
@@ -37,15 +37,14 @@ class Placement:
         if path is None:
             return "matmul"
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
-        beginning = max((p for p in places if _begins(p, path.below)), key=len, default=None)
+        beginning = max((p for p in places if begins(p, path.below)), key=len, default=None)
         if beginning is None:  # no Parameter there is one of the model's
             return f"{path.root}.{path.below}"
         prefix = places[beginning]
         if not self.has_root and prefix == "self":
             prefix = ""
         below = path.below[len(beginning) :].lstrip(".")
-        full = ".".join(part for part in (prefix, below) if part)
-        return without_wrappers(full, self.wrapped) or (ROOT if self.has_root else path.root)
+        return without_wrappers(joined(prefix, below), self.wrapped) or (ROOT if self.has_root else path.root)
 
     def name_tensor(self, name: TensorName) -> TensorName:
         """A tensor's name for this instance."""
@@ -116,10 +115,6 @@ def without_common_end(left: str, right: str) -> tuple[str, str]:
     return ".".join(lefts), ".".join(rights)
 
 
-def _begins(beginning: str, path: str) -> bool:
-    return not beginning or path == beginning or path.startswith(beginning + ".")
-
-
 def module_paths(root: nn.Module) -> set[str]:
     """The paths that may be before the colon in the names of a model's tensors."""
     paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
@@ -137,7 +132,7 @@ def wrapper_paths(root: nn.Module) -> frozenset[str]:
     for path, module in root.named_modules(remove_duplicate=False):
         for wrapper, child in _WRAPPERS.items():
             if isinstance(module, wrapper):
-                found.add(f"{path}.{child}" if path else child)
+                found.add(joined(path, child))
     return frozenset(found)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8pass.errors import OptionError, Reason, ReasonKind, preview
 from fp8pass.graph.gemms import Sharded
-from fp8pass.graph.origin import Path
+from fp8pass.graph.origin import Path, joined
 from fp8pass.weights.released import is_withheld
 
 
@@ -167,7 +167,7 @@ def check_model(root: nn.Module) -> None:
         )
     for one in found:
         info = one.parameter._module_info
-        path = ".".join(filter(None, (inside[info.module], info.param_name)))
+        path = joined(inside[info.module], info.param_name)
         outside = next((type(m).__name__ for m in one.group.modules if m not in inside), None)
         if outside is not None:
             raise OptionError(

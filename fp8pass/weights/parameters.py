@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8pass.graph.origin import joined
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
@@ -56,7 +58,7 @@ def places_of(root: nn.Module | None, tensors: Sequence[torch.Tensor]) -> list[P
             reference = weakref.ref(module)
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    known.setdefault(id(tensor), Place(f"{path}.{key}" if path else key, reference, key))
+                    known.setdefault(id(tensor), Place(joined(path, key), reference, key))
         _places[root] = known
     return [known.get(id(x)) for x in tensors]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.origin import Path, parse_path
+from fp8pass.graph.origin import Path, begins, parse_path
 from fp8pass.runtime.dynamo_graphs import path_of
 
 Kept = dict[Path, tuple[int, ...]]
@@ -56,7 +56,7 @@ def copies_of(path: Path | None, kept: Kept) -> list[Path]:
     paths = [path.below]
     for layer, indices in reversed(kept.items()):  # inner layers first, so that what precedes a number keeps its place
         prefix, _, own = layer.below.rpartition(".")
-        if path.root == layer.root and f"{path.below}.".startswith(f"{layer.below}."):
+        if path.root == layer.root and begins(layer.below, path.below):
             at = len(prefix) + 1
             paths = [p[:at] + str(i) + p[at + len(own) :] for i in indices for p in paths]
     return [Path(path.root, below) for below in paths]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.graph.origin import NUMBER, input_index, module_path
+from fp8pass.graph.origin import NUMBER, begins, input_index, module_path
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.runtime.session import CompiledGraph
@@ -152,7 +152,7 @@ class _Drawing:
             return False
         path = module_path(node)
         below = "" if path is None else path.below
-        return not self.layer or below == self.layer or below.startswith(f"{self.layer}.")
+        return begins(self.layer, below)
 
     def _box(self, node: Any) -> Box | None:
         """The box that a node of the layer is in; None for what is not drawn."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import OptionError, preview
+from fp8pass.graph.origin import joined
 
 _NUMBERED = re.compile(r"\d+")
 
@@ -68,7 +69,7 @@ def _chains(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         for group in groups.values():
             if len(group) > 1:
                 held = sorted(group, key=lambda entry: entry[0])
-                full = [(f"{path}.{name}" if path else name, child) for _, name, child in held]
+                full = [(joined(path, name), child) for _, name, child in held]
                 blocks = [(without_wrappers(at, wrapped), child) for at, child in full]
                 found.append(blocks)
     return found
