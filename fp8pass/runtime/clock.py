@@ -2,8 +2,9 @@
 
 NOTE [dry passes] torch's `PipelineStage` infers the shapes of what stages send each other, unless they are given: it runs the
 stage on memory without content and, in torch 2.13, differentiates it, at the first step of a schedule and whenever the schedule
-changes between training and evaluation. Nothing of such a pass is recorded, measured or counted as a step. Its forward is
-recognized by the methods on the stack that called it; its backward writes to the scratch memory that the forward chose.
+changes between training and evaluation. A schedule's `eval` runs stages with gradients, though no backward follows. Nothing of
+such a pass is recorded, measured or counted as a step. Its forward is recognized by the methods on the stack that called it;
+its backward writes to the scratch memory that the forward chose.
 """
 
 from __future__ import annotations
@@ -175,21 +176,24 @@ class ManualSteps:
 
 def is_dry() -> bool:
     """True if what is called now is part of a dry pass. Costs nothing in a program without pipelines."""
-    return _stage_that_runs(_DRY) is not None
+    method, stage = _stage_that_runs()
+    return method in _DRY or (stage is not None and not stage.has_backward)
 
 
 def stage_on_stack() -> Any:
     """The stage of a pipeline that is running, whatever for; None where none is."""
-    return _stage_that_runs(_DRY | {"forward_one_chunk"})
+    return _stage_that_runs()[1]
 
 
-def _stage_that_runs(methods: frozenset[str]) -> Any:
+def _stage_that_runs() -> tuple[str, Any]:
+    """The method that runs a stage, and the stage."""
     pipelines = sys.modules.get(_STAGE)
     frame: FrameType | None = None if pipelines is None else sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in methods:
+        method = frame.f_code.co_name
+        if method in _DRY or method == "forward_one_chunk":
             found = frame.f_locals.get("self")
             if isinstance(found, pipelines._PipelineStageBase):  # type: ignore[union-attr]
-                return found
+                return method, found
         frame = frame.f_back
-    return None
+    return "", None

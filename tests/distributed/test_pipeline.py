@@ -92,8 +92,8 @@ def piped(rank, schedule, recipe, is_static, evaluates):
             fp8pass.state(module).step()
         if last:
             found.append(torch.stack(losses).detach())
-        if evaluates:  # from training to evaluation and back, torch finds out the shapes again
-            runs.eval(*args, **last)
+        if evaluates:  # on larger values; from training to evaluation and back, torch finds out the shapes again
+            runs.eval(*(8 * arg for arg in args), **last)
     return found
 
 

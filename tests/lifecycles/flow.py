@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import nested_compile_region
 from torch.func import functional_call
 
 from tests.lifecycles.harness import STEPS, program
@@ -281,3 +282,39 @@ def other_shapes(fp8: Any) -> None:
         fp8.end_step(compiled)
         with torch.no_grad():
             fp8.note(one=compiled(batch(81, rows=1)))
+
+
+class _Region(nn.Module):
+    """A block that Dynamo traces once for all of its calls."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.block = mlp(seed)
+
+    @nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+class _Regions(nn.Module):
+    """A region of regions, one of which is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Region(0), _Region(1)
+
+    @nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(self.first(x)).tanh())
+
+
+@program(options=("manual", "save", "recompute"))
+def regions_in_regions(fp8: Any) -> None:
+    """Nested compile regions, frozen in part, with an evaluation after each step."""
+    model = nn.Sequential(_Region(2), _Regions(), _Region(3))
+    model[0].block[0].requires_grad_(False)
+    compiled, optimizer = fp8.compile(model), sgd(model)
+    for step in range(STEPS // 2):
+        learn(fp8, compiled, model, optimizer, step)
+        with torch.no_grad():
+            fp8.note(out=compiled(batch(82)))
