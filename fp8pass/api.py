@@ -58,10 +58,10 @@ def fp8_compile(
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
     Args:
-        model: an nn.Module or a function. Without `in_place` it is not changed: its parameters and `state_dict()` keys stay
-            the same.
+        model: an nn.Module or a function. Without `in_place` it does not change, nor do its parameters and the keys of its
+            `state_dict()`.
         recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8". None, for
-            `saved_activations` alone: all GEMMs stay in high precision.
+            `saved_activations` only: all GEMMs run in high precision.
         rules: ordered `pattern -> recipe or None` (None: high precision); the first match wins. A pattern is a glob on the
             module path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight", "layers.0.*:saved".
         backend: "inductor", or "aot_eager" for the same rewrite without code generation.
@@ -74,7 +74,7 @@ def fp8_compile(
         select: "auto" keeps in high precision what trains better or faster there: routers of experts, the output embedding,
             and GEMMs with n or k below 32. "all" takes every GEMM that can run in FP8. A rule that matches a GEMM always
             decides.
-        min_speedup: GEMMs that no rule matches stay in high precision if their expected speed-up over bfloat16, an estimate,
+        min_speedup: GEMMs that no rule matches run in high precision if their expected speed-up over bfloat16, an estimate,
             is smaller; 1.0 leaves out those expected to be slower. None: the estimate decides nothing.
         weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": the forward writes them in the
             same read as its own copies, and they are saved. "recompute": the backward makes them from the Parameter, which
@@ -86,8 +86,8 @@ def fp8_compile(
             weights change between steps, or by writes that torch counts; it is checked by content at step boundaries, and in
             every 16th call, and a weight that has changed without a trace raises StaleWeightError.
         saved_activations: "fp8" saves values for the backward as E4M3 with a float32 scale per 1x128 values where pointwise
-            code and norms alone read them there, and lets the backward compute operands of GEMMs again from them. Attention's
-            q, k, v and output, and what another operation reads, are saved so by a rule with the role `saved` alone:
+            code and norms only read them there, and lets the backward compute operands of GEMMs again from them. Attention's
+            q, k, v and output, and values that other operations read, are saved so only by a rule with the role `saved`:
             {"layers.*.attn*:saved": "blockwise"}. It needs no FP8 hardware. [Memory](docs/memory.md) says what it costs.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
@@ -106,8 +106,8 @@ def fp8_compile(
             is one of training, as `step` ends them, whatever the recipe. `state(...).state_dict()` holds the number of steps,
             and `load_state_dict` continues with the rules of that step.
         fsdp_gather: "fp8" lets FSDP2 (`fully_shard`) gather weights whose GEMMs run in FP8 as FP8 bytes, half of bfloat16's.
-            It does so where FSDP2 frees the gathered Parameter after the forward, with `reshard_after_forward=True`: what stays
-            gathered is read by others, too. Parameters and checkpoints stay as they are.
+            It does so where FSDP2 frees the gathered Parameter after the forward, with `reshard_after_forward=True`: a
+            Parameter that remains gathered has other readers. Parameters and checkpoints do not change.
         release_frozen: Parameters with requires_grad=False that only FP8 GEMMs read give their values back once they are
             quantized: one FP8 copy is left, which backward transposes (two where scales run along rows). Reading such a
             Parameter outside of the compiled model raises ReleasedWeightError; `state(...).restore_weights()` gives it the
@@ -246,7 +246,7 @@ def export_fp8(
     """Write the weights of a compiled model in FP8, as its forward GEMMs read them, for inference engines and other loaders.
 
     The folder gets safetensors files with their index, and config.json with `quantization_config`, as `save_pretrained` writes
-    them; other files in it, such as those of a tokenizer, stay as they are. Files of tensors of an earlier export are replaced
+    them; other files in it, such as those of a tokenizer, are left alone. Files of tensors of an earlier export are replaced
     when the new ones are complete. Tensors are made one at a time, so that no more memory than a layer's is needed besides.
     With step="auto", the step of delayed scaling that the next forward would end ends here.
 
@@ -254,7 +254,7 @@ def export_fp8(
         compiled: as for `inspect`: an nn.Module that has run once. With delayed scaling, one that was trained for a step.
         folder: where to write; it is made if it does not exist.
         format: "compressed-tensors", or "fp8", DeepSeek-V3's. Weights that it cannot hold, or that its loaders would read
-            wrongly, stay in high precision, with a reason in the report.
+            wrongly, are written in high precision, with a reason in the report.
         max_shard_bytes: the largest size of a file, but for a layer that is larger.
 
     Returns:
@@ -311,8 +311,8 @@ def monitor(
     """Measure what FP8 does to every quantized tensor, in every n-th step of training, from the first one on.
 
     Steps count as for `schedule` of `fp8_compile`, and step 0 is measured. A measured step runs other compiled graphs, which
-    also count: the first one compiles them, by the inner compiler alone. All other steps run what they run without a monitor,
-    and what is trained is the same. Forwards without gradients are not measured.
+    also count: the first one compiles them, by the inner compiler only. All other steps run as without a monitor, and
+    training is the same. Forwards without gradients are not measured.
 
     Args:
         compiled: as for `inspect`.
@@ -337,20 +337,20 @@ def monitor(
 def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeName | None] | None) -> None:
     """Train on with other rules, from the next step boundary on.
 
-    Graphs are compiled for them when they are next called, by the inner compiler alone: Dynamo compiles nothing. Switching back
-    to earlier rules compiles nothing either. Histories of delayed scaling stay, also of tensors that these rules leave in high
-    precision; a tensor that was never quantized before begins with an empty one. With a `schedule`, these rules last until its
+    Graphs are compiled for them when they are next called, by the inner compiler only: Dynamo compiles nothing. Switching back
+    to earlier rules compiles nothing either. Amax histories are kept, also of tensors that these rules leave in high precision;
+    a tensor that was never quantized before begins with an empty one. With a `schedule`, these rules last until its
     next entry behind that boundary; they take the place of an entry for the boundary itself. Where ranks train together, all
     of them must call this in the same step.
 
     Args:
         compiled: as for `inspect`; of modules that were compiled one by one, each with a state of its own, one at a time.
         rules: as in `fp8_compile`: all of them, they take the place of those before. The recipe for all other GEMMs, `select`
-            and `min_speedup` stay.
+            and `min_speedup` do not change.
 
     Raises:
         RuleError: a pattern or a value is malformed, or modules that share a compiled graph would follow different rules. The
-            rules in force stay.
+            rules in force are kept.
         RecipeError: with `match`, the engine does not quantize as a recipe of the rules does.
         OptionError: several modules of `compiled` were compiled one by one.
         NotCompiledError: as for `inspect`.
@@ -384,7 +384,7 @@ def estimate(
 
     Args:
         model: an nn.Module in training mode. Call it with what gives a loss, so that the head is recognized.
-        args: what it is called with; of tensors only shape, dtype and strides count.
+        args: its arguments; of tensors only shape, dtype and strides count.
         device: "h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", or a `fp8pass.cost.Device` with the rates of another one.
         recipe: "all", or one recipe as in `fp8_compile`.
         rules: as in `fp8_compile`.
@@ -416,7 +416,7 @@ def rewrite_graph(
     The graph is a trace by make_fx of forward, loss and `torch.autograd.grad`, or one of AOTAutograd's joint graphs that is not
     partitioned yet: its primals and tangents become flat inputs. It consists of ATen operations with fake values in
     `meta["val"]`, and changes nothing in place that a GEMM reads. A GEMM belongs to the module in `meta["nn_module_stack"]` or
-    `meta["custom"]["module_fqn"]`, else to the one that owns the Parameter that it reads; what has none is called "matmul".
+    `meta["custom"]["module_fqn"]`, else to the one that owns the Parameter that it reads; others belong to "matmul".
 
     Args:
         graph: it is not changed.

@@ -284,7 +284,7 @@ class Estimate:
     bf16_seconds: float
     """In bfloat16."""
     fp8_seconds: float
-    """In FP8, with this GEMM's share of its casts; equal to `bf16_seconds` for a GEMM that stays in high precision."""
+    """In FP8, with this GEMM's share of its casts; equal to `bf16_seconds` for a GEMM in high precision."""
 
     @property
     def speedup(self) -> float:
@@ -298,8 +298,8 @@ def gemm_seconds(
     """Expected seconds of a GEMM on the GPU.
 
     `kind` is "bf16" or the granularity of the scales: "tensor_wise", "row_wise", "block_1x128", "block_128x128", "block_1x32"
-    (or an enum of these values). `fast_accum` matters to "tensor_wise" alone. `path` is what computes it
-    (`lowering.paths.path_of`); None: a library's GEMM, with nothing behind it. The result is None where a size is no int or
+    (or an enum of these values). `fast_accum` matters only to "tensor_wise". `path` names its kernel
+    (`lowering.paths.path_of`); None: a library's GEMM, with nothing behind it. The result is None where a size is not an int or
     the device has no such GEMM. Raises ValueError for another kind or a size below 0.
     """
     kind = getattr(kind, "value", kind)

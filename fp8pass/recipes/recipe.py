@@ -83,7 +83,7 @@ class Recipe(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class NoRecipe(Recipe):
-    """`recipe=None`: all GEMMs stay in high precision, but for those that rules name another recipe for."""
+    """`recipe=None`: all GEMMs run in high precision, except those that rules name another recipe for."""
 
     name: ClassVar[str] = "none"
     has_gemms: ClassVar[bool] = False

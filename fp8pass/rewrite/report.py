@@ -70,7 +70,7 @@ class GemmRecord:
     """Its weight has one scale together with those of other projections, which an inference engine fuses."""
     looks_like_head: bool = False
     """It is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
-    select="all", and where the graph alone does not tell."""
+    select="all", and where the graph does not tell."""
 
     @property
     def flops(self) -> int | None:
@@ -115,7 +115,7 @@ class OperandRecord:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRecord:
-    """An input of a graph that a forward GEMM reads as its weight, as it is: looked at through casts and views alone."""
+    """An input of a graph that a forward GEMM reads as its weight, directly or through casts and views."""
 
     input: int
     """Position among the inputs of Dynamo's graph."""
@@ -184,7 +184,7 @@ class KeptRecord:
     """Why none are: "sharded: ...", "derived: ...", "untracked: ..." or "shape: ..."."""
     until_changed: bool = True
     """They are kept until a change is seen, as with `weight_copies="cache"`. Those of a frozen weight that
-    `release_frozen` has not released are made anew at each call."""
+    `release_frozen` has not released are made again at each call."""
     path: Path | None = dataclasses.field(default=None, repr=False)
     """The module as the compiled frame names it."""
 

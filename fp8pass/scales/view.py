@@ -121,7 +121,7 @@ class Fp8State:
     def refresh_weights(self) -> None:
         """Quantize all weights again before they are next used, whose FP8 copies are kept between calls (`weight_copies`).
 
-        Needed with `weight_copies="cache"` alone, after a write that leaves no trace: through `.data`, by a fused operation
+        Needed only with `weight_copies="cache"`, after a write that torch does not count: through `.data`, by a fused operation
         called by hand, or through a NumPy or DLPack view, to a weight that does not train or in the middle of a step. Changes
         in place, new storages, optimizer steps and loaded state dicts are seen without it.
         """
@@ -144,7 +144,7 @@ class Fp8State:
         """Give Parameters that `release_frozen=True` took the values of their values again: those that their FP8 copies stand
         for, rounded to the Parameter's dtype.
 
-        Until the next call of the compiled model, which takes those that are frozen still. The copies stay as they are.
+        Until the next call of the compiled model, which takes those that are frozen still. The copies do not change.
         """
         for session in self._sessions:
             session.weights.releases.restore()

@@ -314,7 +314,7 @@ class Monitor:
         return self._latest
 
     def stop(self) -> None:
-        """Measure no more steps; `latest` stays. Logs the last measured step, if its end has not come. Called by every rank."""
+        """Measure no more steps; `latest` is kept. Logs the last measured step if it has not ended. Called by every rank."""
         self._stop(True)
 
     def _stop(self, logs: bool) -> None:

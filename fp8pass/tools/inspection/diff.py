@@ -45,9 +45,9 @@ class Difference:
     changes: list[Change]
     """GEMMs of both whose decision differs."""
     only_before: list[str]
-    """GEMMs of the first alone, as "module:role"."""
+    """GEMMs only in the first, as "module:role"."""
     only_after: list[str]
-    """GEMMs of the second alone."""
+    """GEMMs only in the second."""
     num_equal: int
     """GEMMs of both with the same decision."""
     num_resized: int
