@@ -301,7 +301,8 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         joint_pass(joint.graph)
         joint.recompile()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        finish_partition(compiled, forward, backward, kwargs["num_fwd_outputs"], joint_pass.options.saved_activations)
+        if not is_subgraph(joint.graph):
+            finish_partition(compiled, forward, backward, kwargs["num_fwd_outputs"], joint_pass.options.saved_activations)
         return forward, backward
 
     def forward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
