@@ -165,6 +165,7 @@ class Backend:
 
             reset_cudagraph_trees()
 
+    @without_collections()
     def _compile(
         self,
         module: fx.GraphModule,
@@ -187,7 +188,7 @@ class Backend:
             with cache.without():
                 return way(module, examples, joint_pass)
         whole = contextlib.nullcontext() if variants or not _may_begin_with_variant(graph) else cache.at_once()
-        with whole if generates_code else cache.whole_entries(), without_collections():
+        with whole if generates_code else cache.whole_entries():
             function = cache.compiled(graph, module, key, lambda: way(module, examples, joint_pass, key))
         later = generates_code and graph.cache == cache.HIT and graph.trains
         return refusing_batches_later(function) if later else function

@@ -134,7 +134,8 @@ def _gpu(device: torch.device) -> object:
 
 
 def _groups(amax_group: dist.ProcessGroup | None) -> object:
-    """The ranks of every process group, by the name that graphs call it by, where the amax reduction covers some of them."""
+    """The ranks of the amax reduction, and those of every process group that it may cover, by the name that graphs call it
+    by."""
     if amax_group is None:
         return None
-    return {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    return amax_group, {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}

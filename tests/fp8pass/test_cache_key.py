@@ -183,19 +183,21 @@ def test_the_ranks_of_the_amax_reduction_group_change_the_key():
     """Groups are named by number, so that other ranks have the same name in another run."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def named(ranks):
+    def named(*ranks):
+        """The name and the key of each of these groups, in one run."""
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
         try:
-            group = dist.new_group(ranks)
-            return group.group_name, key(amax_reduction_group=group)
+            groups = [dist.new_group(some) for some in ranks]
+            return [(group.group_name, key(amax_reduction_group=group)) for group in groups]
         finally:
             dist.destroy_process_group()
 
-    made = [named(ranks) for ranks in ([0, 1], [0, 2], [0, 1, 2], [0, 1])]
+    made = [named(ranks)[0] for ranks in ([0, 1], [0, 2], [0, 1, 2], [0, 1])]
     assert len({name for name, _ in made}) == 1
     keys = [key(), *(found for _, found in made)]
     assert keys[1] == keys[4]
     assert len(set(keys)) == 4
+    assert len({found for _, found in named([0, 1], [0, 2])}) == 2, "of groups that are both there"
 
 
 def test_variants_measurement_and_what_may_be_asked_change_the_key():
