@@ -225,6 +225,16 @@ def test_safetensors_and_weights_only_roundtrip(tmp_path):
         assert all(loaded[key].equal(saved[key]) for key in saved)
 
 
+def test_a_fresh_model_goes_on_with_the_scales_that_it_loads():
+    """As if it had run all along: one without a state takes those of its first tensors."""
+    (_, compiled), (_, fresh) = compiled_mlp(), compiled_mlp()
+    for _ in range(2):
+        train_step(compiled, torch.randn(16, 64))
+    state(fresh).load_state_dict(state(compiled).state_dict())
+    x = 0.1 * torch.randn(16, 64)
+    assert compiled(x).equal(fresh(x))
+
+
 def test_loading_refuses_another_model_and_leaves_the_state():
     _, compiled = compiled_mlp()
     train_step(compiled, torch.randn(16, 64))
