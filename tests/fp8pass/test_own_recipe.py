@@ -182,7 +182,7 @@ def test_a_recipe_that_is_not_hashable():
     ("options", "text"),
     [
         ({"dtype": torch.float16}, "use one of torch.float8_e4m3fn"),
-        ({"square": True}, "BLOCK_1X32 alone"),
+        ({"square": True}, "requires BLOCK_1X32"),
         ({"scale_from": ScaleFrom.SHARED}, "does not go with"),
         ({"granularity": Granularity.ROW_WISE, "scale_from": ScaleFrom.STATE}, "does not go with"),
     ],
