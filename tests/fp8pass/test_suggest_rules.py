@@ -16,6 +16,7 @@ from fp8pass.rules import parse_rules
 from fp8pass.tools.search.probe import Rounding, StepPasses, _Saved, product_error
 from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
+from tests.support.fp8 import rounded
 from tests.support.models import Decoder, mlp
 
 
@@ -64,13 +65,9 @@ def reset(model, seed):
 
 def rounded_by_numpy(x):
     """E4M3 with one scale, in float64: the nearest of all its values."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-    values = np.unique(values[np.isfinite(values)])
     x = x.detach().double().numpy()
     scale = np.float64(np.float32(448.0) / np.float32(np.abs(x).max()))
-    at = np.clip(np.searchsorted(values, x * scale), 1, len(values) - 1)
-    low, high = values[at - 1], values[at]
-    return torch.from_numpy(np.where(x * scale - low < high - x * scale, low, high) / scale)
+    return torch.from_numpy(rounded(x * scale, E4M3) / scale)
 
 
 def toggled_by_hand(model, linear):

@@ -13,12 +13,11 @@ from lowering.blockwise import cublaslt, gemm, reference
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.cases import each
+from tests.tolerances import SCALED_MM, relative_error
 
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 PAIRS = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
 SHAPES = [(1, 1, 1), (3, 5, 7), (130, 70, 200), (129, 257, 300), (64, 128, 512)]
-#: numerics.md: relative error of the scaled GEMM against the float64 product, by output dtype.
-BOUNDS = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def operand(outer, inner, dtype, granularity, seed):
@@ -31,13 +30,9 @@ def operand(outer, inner, dtype, granularity, seed):
     return q, scale_inv, codes.double() * compact.double()[rows][:, torch.arange(inner) // 128]
 
 
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
 @each("shape", SHAPES)
 @each("pair", PAIRS)
-@each("out_dtype", list(BOUNDS))
+@each("out_dtype", list(SCALED_MM))
 def test_against_float64(shape, pair, out_dtype):
     m, n, k = shape
     a, scale_inv_a, a64 = operand(m, k, E4M3, pair[0], 0)
@@ -50,7 +45,7 @@ def test_against_float64(shape, pair, out_dtype):
         expected = a64 @ b64.t() + (0 if bias is None else bias.double())
         assert out.dtype == out_dtype
         assert out.shape == (m, n)
-        assert relative_error(out, expected) < BOUNDS[out_dtype]
+        assert relative_error(out, expected) < SCALED_MM[out_dtype]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -59,7 +54,7 @@ def test_the_bias_is_added_before_the_one_rounding(pair):
     b, scale_inv_b, b64 = operand(8, 16, E4M3, pair[1], 1)
     bias = -(a64 @ b64.t())[0].float() * (1 - 2**-7)
     out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1])
-    assert relative_error(out[0], a64[0] @ b64.t() + bias.double()) < BOUNDS[torch.bfloat16]
+    assert relative_error(out[0], a64[0] @ b64.t() + bias.double()) < SCALED_MM[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0)])
@@ -102,7 +97,7 @@ def test_scaled_mm_takes_compact_scales(pair):
     columns = torch.arange(k) // 128
     a64 = a.double() * scale_inv_a.double()[rows_a][:, columns]
     b64 = b.double() * scale_inv_b.double()[rows_b][:, columns]
-    assert relative_error(out, a64 @ b64.t()) < BOUNDS[torch.float32]
+    assert relative_error(out, a64 @ b64.t()) < SCALED_MM[torch.float32]
 
     with pytest.raises(ValueError, match=r"scale_inv_b has shape .*transpose it with \.t\(\)"):
         lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b)
@@ -257,7 +252,7 @@ def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dt
 
 @each("m", [1, 3, 6, 130, 132])
 @each("pair", PAIRS)
-@each("out_dtype", list(BOUNDS))
+@each("out_dtype", list(SCALED_MM))
 def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
     """Rows are padded to four; what its epilogue does not add is added in float32 before the one rounding."""
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", strict_gemm)
@@ -275,7 +270,7 @@ def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
         out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(*arguments, **scaling, out_dtype=out_dtype))
         assert out.is_contiguous()
         expected = reference.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
-        assert relative_error(out, expected.double()) < BOUNDS[out_dtype] / 10, "sums in another order, rounded once"
+        assert relative_error(out, expected.double()) < SCALED_MM[out_dtype] / 10, "sums in another order, rounded once"
 
 
 @pytest.mark.parametrize(("m", "bias_dtype", "out_dtype"), [(6, None, torch.bfloat16), (8, torch.float32, torch.bfloat16),
@@ -369,7 +364,7 @@ def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, c
     monkeypatch.setattr(cublaslt, "scaled_mm_blockwise", stand)
     monkeypatch.setattr(cublaslt.trial, "tried", {})
     before = torch.get_rng_state()
-    for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), BOUNDS):
+    for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), SCALED_MM):
         a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
         num_calls = stand.calls
         assert cublaslt.trial.is_passed(asked(a, b, bias, *pair, out_dtype)) == (said is None)

@@ -10,13 +10,12 @@ from lowering.formats import E4M3, E5M2, Granularity, round_up
 from lowering.grouped import reference as layouts
 from tests.support.cases import each
 from tests.support.copies import one_copy
+from tests.tolerances import SCALED_MM, relative_error
 
 ops = torch.ops.lowering
 TENSOR, ROW, MX, ONE, TWO = Granularity
 SIZES = [0, 1, 7, 15, 16, 17, 127, 128, 129]
 ROUTINGS = [SIZES, [0, 0, 300, 0], [440], [5, 0, 0]]
-#: numerics.md: relative error of the scaled GEMM against the float64 product, by output dtype.
-BOUNDS = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 TAIL = 9
 
 
@@ -46,10 +45,6 @@ def same_bits(actual, expected):
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     assert actual.flatten().view(torch.uint8).equal(expected.flatten().view(torch.uint8))
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def cast_rows(x, kind, dtype):
@@ -113,7 +108,7 @@ def test_rows_times_experts(sizes, pair):
     dtypes = (E5M2, E4M3) if len(sizes) == 1 else (E4M3, E4M3)
     a, scale_a = cast_rows(x, pair[0], dtypes[0])
     b, scale_b = cast_stack(w, pair[1], dtypes[1])
-    for out_dtype, with_bias in itertools.product(BOUNDS, (False, True)):
+    for out_dtype, with_bias in itertools.product(SCALED_MM, (False, True)):
         given = bias if with_bias else None
         out = lowering.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, given, **options(pair), out_dtype=out_dtype)
         assert out.dtype == out_dtype
@@ -122,7 +117,7 @@ def test_rows_times_experts(sizes, pair):
             scale_of_a = scale_a if pair[0] is TENSOR else scale_a[part]
             expected = dequantized(a[part], scale_of_a, pair[0]) @ dequantized(b[g], scale_b[g], pair[1]).t()
             expected += bias[g].double() if with_bias else 0
-            assert relative_error(out[part], expected) < BOUNDS[out_dtype]
+            assert relative_error(out[part], expected) < SCALED_MM[out_dtype]
 
 
 @each("sizes", ROUTINGS)
@@ -154,7 +149,7 @@ def test_grad_weight(sizes, kind, gathered):
             else dequantized(*cast_rows(m[part], kind, dtype), kind).t()[: m.shape[1]]
             for m, dtype in ((dy, E5M2), (x, E4M3))
         ]
-        assert relative_error(out[g], quantized[0] @ quantized[1].t()) < BOUNDS[torch.float32]
+        assert relative_error(out[g], quantized[0] @ quantized[1].t()) < SCALED_MM[torch.float32]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
@@ -166,7 +161,7 @@ def test_stacks(pair):
     out = lowering.scaled_grouped_mm(a, b.mT, scale_a, scale_b, **options(pair))
     for g in range(3):
         expected = dequantized(a[g], scale_a[g], pair[0]) @ dequantized(b[g], scale_b[g], pair[1]).t()
-        assert relative_error(out[g], expected) < BOUNDS[torch.bfloat16]
+        assert relative_error(out[g], expected) < SCALED_MM[torch.bfloat16]
 
 
 UNGROUPED = {

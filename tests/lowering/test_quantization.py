@@ -1,7 +1,8 @@
-"""Common properties of quantization with scales of rows and of blocks: shapes, zeros, non-finite elements, bounds of scales."""
+"""Common properties of quantization with scales of rows and of blocks: an oracle, shapes, zeros, infinity, bounds of scales."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ import lowering
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX
 from tests.lowering.test_blockwise import same_bits, wide_range
 from tests.support.cases import each
+from tests.support.fp8 import VALUES, codes_of
 
 #: Kind of scales -> rows and columns that share one; None is all of them.
 KINDS: dict[str, tuple[int, int | None]] = {"rows": (1, None), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
@@ -20,6 +22,36 @@ def quantized(kind: str, x: torch.Tensor, dtype: torch.dtype = E4M3, **options) 
     if kind == "1x32":
         return lowering.quantize_mxfp8(x, dtype, **options)
     return lowering.quantize_blockwise(x, dtype, KINDS[kind], **options)
+
+
+def oracle(x: torch.Tensor, dtype: torch.dtype, height: int, width: int, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scale_inv of a finite matrix, one block at a time."""
+    values = x.numpy()
+    q = np.zeros(values.shape, np.uint8)
+    scale_inv = np.zeros([-(-size // block) for size, block in zip(values.shape, (height, width), strict=True)], np.float32)
+    for i, j in np.ndindex(scale_inv.shape):
+        where = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        amax = np.abs(values[where]).max()
+        scale = np.float32(VALUES[dtype][-1]) / amax if amax else np.float32(1)
+        if power_of_2:
+            scale = np.float32(2.0 ** (np.frexp(scale)[1] - 1))
+        q[where] = codes_of((values[where] * scale).astype(np.float64), dtype)
+        scale_inv[i, j] = np.float32(1) / scale
+    return q, scale_inv
+
+
+@each("shape", [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5), (5, 1)])
+@each("kind", ["rows", "1x128", "128x128"])
+@each("power_of_2", [True, False])
+@each("dtype", [E4M3, E5M2])
+def test_against_an_independent_oracle(shape, kind, power_of_2, dtype):
+    x, (height, width) = wide_range(*shape), KINDS[kind]
+    x[shape[0] // 2] = 0 if shape[0] > 1 else 1
+    for oriented in (x, x.t()):
+        q, scale_inv = quantized(kind, oriented, dtype, power_of_2=power_of_2)
+        q_expected, expected = oracle(oriented, dtype, height, width or oriented.shape[1], power_of_2)
+        assert np.array_equal(q.view(torch.uint8).numpy(), q_expected)
+        assert same_bits(scale_inv, torch.from_numpy(expected))
 
 
 @each("kind", KINDS)

@@ -8,6 +8,7 @@ import torch
 
 from lowering import statistics as s
 from lowering.formats import E4M3, E5M2
+from tests.support.fp8 import rounded
 
 SUMS = 1e-6
 
@@ -21,26 +22,6 @@ def op(*args, **options):
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 #: What rounds to the limit: up to the middle between it and the value that would follow.
 ROUNDED = {E4M3: 464.0, E5M2: 61440.0}
-
-
-def grid(dtype):
-    """All values of an FP8 format that are not negative, in order: their position is their code."""
-    mantissa_bits, bias, count = (3, 7, 127) if dtype == E4M3 else (2, 15, 124)
-    codes = np.arange(count)
-    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / (1 << mantissa_bits)
-    return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
-
-
-def rounded(values, dtype):
-    """The nearest FP8 value of each of `values`, of two the one with the even code; beyond the largest: the largest."""
-    known = grid(dtype)
-    magnitude = np.minimum(np.abs(values), known[-1])
-    above = np.searchsorted(known, magnitude).clip(0, len(known) - 1)
-    below = np.maximum(above - 1, 0)
-    up, down = known[above] - magnitude, magnitude - known[below]
-    code = np.where(up < down, above, np.where(down < up, below, np.where(above % 2 == 0, above, below)))
-    return np.sign(values) * known[np.where(np.isnan(values), 0, code)]
 
 
 def power_of_2_below(scale):

@@ -1,7 +1,6 @@
 """Executes PTX on numpy arrays, a lane for each thread: the few instructions that conversions to FP8 are made of.
 
-Written after the PTX ISA (8.7) alone, apart from torch and from Triton: FP8 values are enumerated from their bits, and what is
-nearest is searched among them. Anything else than these instructions raises.
+Written after the PTX ISA (8.7) alone, apart from torch and from Triton. Anything else than these instructions raises.
 """
 
 import re
@@ -9,6 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from lowering.formats import E4M3, E5M2
+from tests.support.fp8 import codes_of
 
 Registers = dict[str, np.ndarray]
 """Name -> bits of each lane, as uint64."""
@@ -136,30 +138,11 @@ def _mad_wide(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (_signed(a) * _signed(b) + c.astype(np.int64)).astype(np.uint64)
 
 
-def magnitudes(exponent_bits: int, mantissa_bits: int, count: int) -> np.ndarray:
-    """The values of the first `count` codes of a format with subnormals, from 0 on, as float64."""
-    codes = np.arange(count)
-    exponent, mantissa = codes >> mantissa_bits, codes % 2**mantissa_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    fraction = mantissa / 2**mantissa_bits + (exponent > 0)
-    return fraction * 2.0 ** (np.maximum(exponent, 1) - bias)
-
-
-#: E4M3 has 448 = 0x7E as its largest value and no infinity; of E5M2 0x7B is the largest before infinity.
-FINITE = {"e4m3": magnitudes(4, 3, 0x7F), "e5m2": magnitudes(5, 2, 0x7C)}
-
-
 def _to_fp8(name: str, bits: np.ndarray) -> np.ndarray:
     """.rn.satfinite of float32: ties to the even code; beyond the largest finite value, that value; NaN is 0x7F."""
     with np.errstate(invalid="ignore"):  # signalling NaN
-        value, finite = _float(bits).astype(np.float64), FINITE[name]
-    middles = (finite[1:] + finite[:-1]) / 2
-    magnitude = np.abs(value)
-    below = np.searchsorted(middles, magnitude, side="left")  # how many middles are less
-    above = np.searchsorted(middles, magnitude, side="right")  # one more on a tie
-    code = np.where(above > below, above - above % 2, below)
-    code = np.where(np.isnan(value), 0x7F, code | np.where(np.signbit(value), 0x80, 0))
-    return code.astype(np.uint64)
+        value = _float(bits).astype(np.float64)
+    return np.where(np.isnan(value), 0x7F, codes_of(value, {"e4m3": E4M3, "e5m2": E5M2}[name])).astype(np.uint64)
 
 
 def _pair(name: str) -> Callable[..., np.ndarray]:
