@@ -111,8 +111,6 @@ RESULTS: dict[str, tuple[str, str]] = {
     "moves": ("IMAD.MOV.U32 R10, RZ, RZ, R0\nMOV R4, R10", "IMAD.MOV.U32 R4, RZ, RZ, R10"),
     "moves by uniform registers": ("R2UR UR4, R0\nIMAD.U32 R4, RZ, RZ, UR4", "R2UR UR4, R10\nIMAD.U32 R4, RZ, RZ, UR4"),
     "PRMT takes bytes": ("PRMT R4, R10, 0x1010, RZ", "PRMT R4, R10, 0x2010, RZ"),
-    "PRMT takes bytes of the third source": ("PRMT R4, RZ, 0x5410, R10", "PRMT R4, RZ, 0x6410, R10"),
-    "PRMT takes signs": ("PRMT R4, R10, 0x9810, RZ", "PRMT R4, R10, 0xb810, RZ"),
     "PRMT with a selector in a register": (
         "MOV R5, 0x1010\nPRMT R4, R10, R5, RZ",
         "LDS R5, [R0]\nPRMT R4, R10, R5, RZ",
@@ -127,24 +125,8 @@ RESULTS: dict[str, tuple[str, str]] = {
         "MOV R5, 0xffff\nLOP3.LUT R4, R10, R5, RZ, 0xc0, !PT",
         "LDS R5, [R0]\nLOP3.LUT R4, R10, R5, RZ, 0xc0, !PT",
     ),
-    "shifts to the left": ("SHF.L.U32 R4, R10, 0x10, RZ", "SHF.L.U32 R4, R10, 0xf, RZ"),
-    "shifts to the right": (
-        "SHF.L.U32 R5, R10, 0x10, RZ\nSHF.R.U32.HI R4, RZ, 0x10, R5",
-        "SHF.R.U32.HI R4, RZ, 0x1, R10",
-    ),
-    "arithmetic shifts": (
-        "SHF.R.S32.HI R4, RZ, 0x1f, R0",
-        "SHF.R.S32.HI R4, RZ, 0x1f, R10",
-    ),
-    "shifts of two words": ("SHF.R.U64 R4, R99, 0x20, R0", "SHF.R.U64 R4, R99, 0x1f, R0"),
-    "shifts of two words to the left": (
-        "PRMT R5, R10, 0x1032, RZ\nSHF.L.U64.HI R4, R5, 0x10, R0",
-        "PRMT R5, R10, 0x1032, RZ\nSHF.L.U64.HI R4, R5, 0x11, R0",
-    ),
     "products that shift": ("IMAD.U32 R4, R10, 0x10000, RZ", "IMAD.SHL.U32 R4, R10, 0x8000, RZ"),
     "other products need all bits": ("IMAD R4, R0, 0x3, RZ", "IMAD R4, R10, 0x30000, RZ"),
-    "SGXT": ("SGXT.U32 R4, R10, 0x10", "SGXT R4, R10, 0x11"),
-    "SGXT extends a sign": ("SGXT R4, R10, 0x10", "SGXT R4, R99, 0x1"),
     "sums need all bits": ("IADD3 R4, R0, 0x1, RZ", "IADD3 R4, R10, 0x1, RZ"),
     "F2FP of two floats": (
         "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R0, R0, RZ",
