@@ -8,7 +8,8 @@ from lowering import hardware
 from lowering.formats import E4M3, E5M2, PACK, ptx_to_fp8
 from lowering.tensorwise import reference
 from tests.lowering.kernel_cases import EDGE_SCALES
-from tests.support.ptx_machine import FINITE, execute, run_kernel, run_piece
+from tests.support.fp8 import VALUES
+from tests.support.ptx_machine import execute, run_kernel, run_piece
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
@@ -29,7 +30,7 @@ def same_but_for_signs_of_nan(found: np.ndarray, expected: torch.Tensor) -> bool
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_one_piece_is_torchs_cast_of_every_bfloat16_and_of_what_lies_beside_ties(dtype):
-    finite = torch.tensor(FINITE["e4m3" if dtype == E4M3 else "e5m2"]).float()
+    finite = torch.tensor(VALUES[dtype]).float()
     middles = (finite[1:] + finite[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(towards)) for towards in (-torch.inf, torch.inf)]
     values = torch.cat([every_bfloat16().float(), finite, middles, *beside])
@@ -67,8 +68,7 @@ def test_what_the_machine_does_not_know_raises():
         execute("fma.rn.f32 %r3, %r1, %r1, %r2;", {"%r1": one, "%r2": half})
 
 
-def test_the_machines_values_are_those_of_the_formats():
-    for name, dtype in (("e4m3", E4M3), ("e5m2", E5M2)):
-        count = len(FINITE[name])
-        assert FINITE[name].tolist() == torch.arange(count, dtype=torch.uint8).view(dtype).double().tolist()
-        assert not torch.tensor([count], dtype=torch.uint8).view(dtype).float().isfinite().item()
+def test_values_of_the_oracle_are_those_of_torch():
+    for dtype, values in VALUES.items():
+        assert values.tolist() == torch.arange(len(values), dtype=torch.uint8).view(dtype).double().tolist()
+        assert not torch.tensor([len(values)], dtype=torch.uint8).view(dtype).float().isfinite().item()
