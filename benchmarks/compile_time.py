@@ -25,6 +25,9 @@ from benchmarks.common import has_torchao, main
 from benchmarks.contestants import RECIPES
 from benchmarks.isolation import Bench, Row
 
+#: Behind the name of a recipe: with `saved_activations`.
+SAVED = " with saved_activations"
+PAIRS = tuple(recipe + SAVED for recipe in RECIPES)
 #: dim, ffn, tokens.
 _BLOCK = (1024, 2816, 128)
 TINY = (256, 512, 64)
@@ -34,6 +37,7 @@ import gc, json, os, resource, sys, time
 import torch
 from torch import nn
 import fp8pass.runtime.wrap  # as torch's own imports below
+from benchmarks.compile_time import SAVED
 from benchmarks.contestants import RECIPES, contestants
 from benchmarks.models import LlamaBlock
 
@@ -46,7 +50,8 @@ torch.compile(lambda x: x + 1)(x)  # what any compilation pays once: imports, th
 torch._dynamo.reset()
 gc.collect()
 gc.freeze()  # else a third of a second of collecting torch's own modules falls to one contestant or another by chance
-compile_model = contestants(RECIPES)[name]
+recipe, *saved = name.split(SAVED)
+compile_model = contestants(RECIPES, saved_activations="fp8" if saved else None)[recipe]
 
 def step(call):
     out = call(x)
@@ -203,7 +208,9 @@ def run(
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", nargs="+", type=int, help="only stacks of so many blocks, without the single one")
     parser.add_argument("--repeat", type=int, default=3, help="of each stack; the least counts (default: 3)")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="recipes of the stacks (default: all)")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=(*RECIPES, *PAIRS), help="of the stacks (default: all, without saved_activations)"
+    )
     parser.add_argument("--restarts", action="store_true", help="stacks cold, in a second process, and with the mega-cache")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.common import has_torchao
 from fp8pass import DelayedScaling, fp8_compile
-from fp8pass.options import WeightCopies
+from fp8pass.options import SavedActivations, WeightCopies
 
 OURS = ("delayed", "current")
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
@@ -30,10 +30,14 @@ def _torchao(model: nn.Module, recipe: str, mode: str | None) -> Any:
 
 
 def contestants(
-    recipes: tuple[str, ...] = OURS, with_peers: bool = True, mode: str | None = None, weight_copies: WeightCopies = "auto"
+    recipes: tuple[str, ...] = OURS,
+    with_peers: bool = True,
+    mode: str | None = None,
+    weight_copies: WeightCopies = "auto",
+    saved_activations: SavedActivations | None = None,
 ) -> dict[str, Callable[[nn.Module], Any]]:
     """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first. mode: torch.compile's."""
-    ours = {"mode": mode, "weight_copies": weight_copies}
+    ours = {"mode": mode, "weight_copies": weight_copies, "saved_activations": saved_activations}
     found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model), mode=mode)}
     for recipe in recipes:
         found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), **ours)

@@ -154,6 +154,19 @@ def test_gradients_are_those_of_a_function_written_by_hand(hidden, dtype):
     assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+def test_the_input_of_gelu_is_saved_in_fp8_through_inductor(approximate):
+    """Inductor's decompositions compute GELU's gradient by an exponential, or by a tanh."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(approximate), nn.Linear(256, 64))
+    x = torch.randn(48, 64)
+    _, expected = step(copy.deepcopy(model), None, x)
+    compiled, ours = step(copy.deepcopy(model), None, x, backend="inductor")
+    assert [(v.op, v.shape) for v in in_fp8(compiled)] == [("addmm", (48, 256))]
+    assert all(sqnr(a, b) > 60 for a, b in zip(expected, ours, strict=True))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_forward_changes_no_bit_and_gradients_hardly(recipe):
     x = torch.randn(1, 64, 256)
@@ -336,6 +349,25 @@ def test_hooks_see_ordinary_tensors_and_change_no_bit():
     assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+def test_saving_on_the_cpu_changes_no_bit():
+    """Pinned memory needs a GPU; what is saved is moved and comes back."""
+    x, block = torch.randn(1, 64, 256), LlamaBlock(256, 384, 4)
+    _, expected = step(copy.deepcopy(block), None, x)
+    with torch.autograd.graph.save_on_cpu():
+        _, ours = step(copy.deepcopy(block), None, x)
+    assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("copies", ["save", "cache"])
+def test_copies_of_weights_change_no_bit(copies):
+    x, block = torch.randn(1, 64, 256), LlamaBlock(256, 384, 4)
+    _, expected = step(copy.deepcopy(block), "delayed", x, count=2, weight_copies="recompute")
+    compiled, ours = step(copy.deepcopy(block), "delayed", x, count=2, weight_copies=copies)
+    assert in_fp8(compiled)
+    assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
+
+
 @pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_the_partitioners_memory_budget_holds(budget):
     x = torch.randn(1, 64, 256)
@@ -347,7 +379,10 @@ def test_the_partitioners_memory_budget_holds(budget):
 
 
 def test_dynamic_shapes_compile_once():
-    compiled, _ = step(LlamaBlock(256, 384, 4), "blockwise", torch.randn(1, 64, 256), dynamic=True)
+    x, block = torch.randn(1, 64, 256), LlamaBlock(256, 384, 4)
+    _, expected = step(copy.deepcopy(block), "blockwise", x)
+    compiled, ours = step(block, "blockwise", x, dynamic=True)
+    assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
     for tokens in (96, 33):
         compiled(torch.randn(1, tokens, 256, requires_grad=True)).square().mean().backward()
     graphs = inspect(compiled).graphs
