@@ -343,9 +343,10 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
     # The rules tell the store where no graph has claimed the tensor.
     placed = by_key(names, lambda n: _store_of(session, n) or session.stores.expected_store(TensorName.parse(n)))
     restored = set[str]().union(*(store.restored for store in _stores(session)))
-    if set(own) - restored:
-        check_names(names, own)
-    elif (root := session.root()) is not None:
+    if known := set(own) - restored:
+        has_trained = any(graph.trains for graph in session.every_graph)  # else no gradient has a name yet
+        check_names(names if has_trained else known.intersection(names), own if has_trained else known)
+    if (root := session.root()) is not None:
         modules = module_paths(root)
         if foreign := [n for n in names if TensorName.parse(n).module not in modules]:
             raise CheckpointMismatchError(

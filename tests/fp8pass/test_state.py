@@ -225,14 +225,30 @@ def test_safetensors_and_weights_only_roundtrip(tmp_path):
         assert all(loaded[key].equal(saved[key]) for key in saved)
 
 
-def test_a_fresh_model_goes_on_with_the_scales_that_it_loads():
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_fresh_model_goes_on_with_the_scales_that_it_loads(has_run):
     """As if it had run all along: one without a state takes those of its first tensors."""
-    (_, compiled), (_, fresh) = compiled_mlp(), compiled_mlp()
+    (_, compiled), (_, fresh) = compiled_mlp(DelayedScaling()), compiled_mlp(DelayedScaling())
     for _ in range(2):
         train_step(compiled, torch.randn(16, 64))
+    if has_run:
+        with torch.no_grad():
+            fresh(torch.randn(16, 64))
     state(fresh).load_state_dict(state(compiled).state_dict())
     x = 0.1 * torch.randn(16, 64)
     assert compiled(x).equal(fresh(x))
+
+
+def test_a_history_that_is_loaded_empty_is_empty():
+    """Weights that were exchanged scale themselves, also in a model whose own histories were not empty."""
+    (_, compiled), (_, other) = compiled_mlp(DelayedScaling()), compiled_mlp(DelayedScaling())
+    for call, factor in ((compiled, 1.0), (other, 3.0)):
+        for _ in range(2):
+            train_step(call, factor * torch.randn(16, 64))
+    state(compiled).forget_weights()
+    state(other).load_state_dict(state(compiled).state_dict())
+    x = 0.1 * torch.randn(16, 64)
+    assert compiled(x).equal(other(x))
 
 
 def test_loading_refuses_another_model_and_leaves_the_state():
