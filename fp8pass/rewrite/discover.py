@@ -73,16 +73,43 @@ class _SiteFinder:
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
         by_sequence: dict[int, list[GemmSite]] = by_key(forward, lambda site: site.node.meta.get("seq_nr", -1))
         taken: Taken = set()
-        return [self._backward_site(n, by_sequence, forward, taken) for n in nodes]
+        latest = forward[::-1]  # autograd's engine runs backwards
+        owners = self._owners_of_gradients(nodes, latest)
+        return [self._backward_site(n, by_sequence, latest, owners, taken) for n in nodes]
+
+    def _owners_of_gradients(self, nodes: list[fx.Node], forward: list[GemmSite]) -> dict[MatrixValue, list[GemmSite]]:
+        """A gradient -> the forward GEMMs of whose results it is one, as far as a product of it with a value tells that a
+        single forward GEMM read: a weight. Linears that read one input are told apart by that alone in traces without
+        `seq_nr`."""
+        found: dict[MatrixValue, list[GemmSite]] = {}
+        for node in nodes:
+            known, gradient = self._known_and_gradient(node)
+            if known is not None and gradient is not None:
+                readers = [site for site, _ in _readers(known, forward)]
+                if len(readers) == 1:
+                    found.setdefault(gradient, []).extend(readers)
+        return found
+
+    def _known_and_gradient(self, node: fx.Node) -> tuple[MatrixValue | None, MatrixValue | None]:
+        """The operand of a gradient GEMM that is no gradient, or the second of two that are, and the other one."""
+        values = [value for value, _ in _values_of(node)]
+        if not values:
+            return None, None
+        return (values[1], values[0]) if operands_of(node)[0] in self.gradients else (values[0], values[1])
 
     def _backward_site(
-        self, node: fx.Node, by_sequence: dict[int, list[GemmSite]], forward: list[GemmSite], taken: Taken
+        self,
+        node: fx.Node,
+        by_sequence: dict[int, list[GemmSite]],
+        forward: list[GemmSite],
+        owners: dict[MatrixValue, list[GemmSite]],
+        taken: Taken,
     ) -> GemmSite:
         grads = [n in self.gradients for n in operands_of(node)]
-        values = _values_of(node)
-        known = values[grads[0]][0] if values else None
+        known, gradient = self._known_and_gradient(node)
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
-        mate, role = mate_and_role(known, grads, mates, forward, taken)
+        candidates = forward if gradient is None else [*owners.get(gradient, ()), *forward]
+        mate, role = mate_and_role(known, grads, mates, candidates, taken)
         if mate is not None:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
@@ -189,7 +216,8 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
 # -- Which forward GEMM a gradient GEMM belongs to, and its role. Pure functions on sites.
 #
 # A gradient GEMM multiplies an output gradient with a tensor that its forward GEMM read: its *known* operand.
-# 1. The forward GEMMs with the same `seq_nr` that read the known operand come first, then all others that read it.
+# 1. The forward GEMMs with the same `seq_nr` that read the known operand come first; then those whose weight is multiplied with
+#    the same gradient; then all others that read it, the last one first, as autograd's engine runs backwards.
 # 2. The gradient of the operand beside the known one is computed: next to the weight that is the input, and vice versa.
 # 3. Of two operands of the same kind, the gradient of the first is grad_input, that of the second grad_weight.
 # 4. A role of a forward GEMM is taken once.

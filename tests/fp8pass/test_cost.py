@@ -15,7 +15,6 @@ from fp8pass.cost import (
     RTX_4090,
     RTX_5090,
     CastShape,
-    Device,
     Estimate,
     GemmShape,
     cast_seconds,
@@ -28,30 +27,13 @@ from fp8pass.cost import (
 )
 from lowering.paths import GemmPath
 from tests.support.cases import each
+from tests.support.devices import TOY
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 DEVICES = (H100, H200, L40S, RTX_4090, RTX_5090, B200)
 KINDS = ("tensor_wise", "row_wise", "block_1x128", "block_128x128")
-
-# Round numbers: an SM computes 1e12 FLOP/s in bfloat16.
-TOY = Device(
-    name="toy",
-    compute_capability=(9, 0),
-    num_sms=100,
-    bf16_flops=100e12,
-    fp8_flops=200e12,
-    fp8_accurate_flops=160e12,
-    row_wise_flops=180e12,
-    blockwise_flops=150e12,
-    mx_flops=None,
-    memory_bandwidth=1e12,
-    transpose_bandwidth=0.5e12,
-    kernel_latency=2e-6,
-    bf16_gemm_latency=4e-6,
-    fp8_gemm_latency=6e-6,
-)
 
 
 def product(m, n, k):

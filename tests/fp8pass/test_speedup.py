@@ -17,13 +17,13 @@ from fp8pass.rewrite.plan import KeptWeight
 from fp8pass.rewrite.speedup import casts_of_kept
 from fp8pass.schemes.copies import Layout
 from fp8pass.weights.cache import WeightTensor
-from tests.fp8pass import test_cost
+from tests.support.devices import TOY
 
 M, K = 256, 128
 
 # Slow enough at everything that latencies do not matter; bytes cost more than operations.
 TOY = dataclasses.replace(
-    test_cost.TOY, num_sms=1, bf16_flops=1e9, fp8_flops=2e9, fp8_accurate_flops=1.6e9, row_wise_flops=1.8e9,
+    TOY, num_sms=1, bf16_flops=1e9, fp8_flops=2e9, fp8_accurate_flops=1.6e9, row_wise_flops=1.8e9,
     blockwise_flops=1.5e9, memory_bandwidth=1e7, transpose_bandwidth=0.5e7, kernel_latency=1e-3, bf16_gemm_latency=1e-9,
     fp8_gemm_latency=1e-9,
 )  # fmt: skip
