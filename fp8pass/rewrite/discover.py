@@ -81,13 +81,15 @@ class _SiteFinder:
         """A gradient -> the forward GEMMs of whose results it is one, as far as a product of it with a value tells that a
         single forward GEMM read: a weight. Linears that read one input are told apart by that alone in traces without
         `seq_nr`."""
+        readers: dict[MatrixValue, list[GemmSite]] = {}
+        for site in forward:
+            for value in {operand.value for operand in site.operands}:
+                readers.setdefault(value, []).append(site)
         found: dict[MatrixValue, list[GemmSite]] = {}
         for node in nodes:
             known, gradient = self._known_and_gradient(node)
-            if known is not None and gradient is not None:
-                readers = [site for site, _ in _readers(known, forward)]
-                if len(readers) == 1:
-                    found.setdefault(gradient, []).extend(readers)
+            if known is not None and gradient is not None and len(sites := readers.get(known, ())) == 1:
+                found.setdefault(gradient, []).extend(sites)
         return found
 
     def _known_and_gradient(self, node: fx.Node) -> tuple[MatrixValue | None, MatrixValue | None]:
