@@ -187,8 +187,13 @@ class Backend:
             graph.cache = f"bypassed: {reason}"
             with cache.without():
                 return way(module, examples, joint_pass)
-        whole = contextlib.nullcontext() if variants or not _may_begin_with_variant(graph) else cache.at_once()
-        with whole if generates_code else cache.whole_entries():
+        if not generates_code:
+            entries = cache.whole_entries()
+        elif not variants and _may_begin_with_variant(graph):
+            entries = cache.at_once()
+        else:
+            entries = contextlib.nullcontext()
+        with entries:
             function = cache.compiled(graph, module, key, lambda: way(module, examples, joint_pass, key))
         later = generates_code and graph.cache == cache.HIT and graph.trains
         return refusing_batches_later(function) if later else function
