@@ -30,6 +30,7 @@ from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
 from fp8pass.runtime.recompute import hook_backward
 from fp8pass.runtime.records import gemms_of_session, saved_of_session
 from fp8pass.runtime.session import Session
+from fp8pass.weights import fsdp
 
 _WILD = "*?[]!"
 #: A subscript as Python writes it: `layers[0]`. Behind a dot it would be a set of digits.
@@ -175,9 +176,19 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
         f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) has them;"
-        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module)",
+        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module){_hooks_of_fsdp(root)}",
         Fp8FallbackWarning,
         strict=session.options.strict,
+    )
+
+
+def _hooks_of_fsdp(root: nn.Module | None) -> str:
+    """The advice for a model under FSDP2, whose hooks are most often the cause; empty for any other model."""
+    if root is None or not fsdp.of_model(root):
+        return ""
+    return (
+        ". fully_shard breaks the graph around every module that it wraps: to compile a layer between them, such as the head,"
+        " make it part of a class of your own and wrap that, too"
     )
 
 

@@ -446,3 +446,27 @@ def test_the_page_and_a_comparison_have_the_rows(tmp_path):
     assert "ran eagerly: torch.compiler.disable on a Block" in text
     changes = {(c.module, c.role) for c in diff(found, inspect(other)).changes}
     assert ("block.up", "output") in changes
+
+
+class Looped(Model):
+    """The graph breaks in the loop by the block's hooks alone."""
+
+    def forward(self, x):
+        for block in (self.block,):
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_hooks_of_fsdp2_are_named_as_the_cause():
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Looped()
+        fully_shard(model.block)
+        compiled = fp8_compile(fully_shard(model), "current", backend="aot_eager")
+        with pytest.warns(Fp8FallbackWarning, match="head .* eagerly.*fully_shard breaks the graph around every module"):
+            compiled(x()).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
