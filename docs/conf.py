@@ -45,6 +45,7 @@ _ALIASES = {
     "RecipeName": "fp8pass.recipes",
     "BackendName": "fp8pass.options",
     "FsdpGather": "fp8pass.options",
+    "SavedActivations": "fp8pass.options",
     "StepMode": "fp8pass.options",
     "Select": "fp8pass.rules",
     "WeightCopies": "fp8pass.options",

@@ -82,9 +82,9 @@ def fp8_compile(
             there the read takes an estimated 3 % of the GEMMs' time at most. With these three every call quantizes the weights
             that it reads, in training and in inference, so no write can leave a copy out of date. "cache" keeps the copies of
             all weights until they change: frozen ones and all in inference are quantized once, those that train once per
-            optimizer step instead of once per microbatch, for two bytes per parameter between the calls. It is your word that
-            weights change between steps, or by writes that torch counts; it is checked by content at step boundaries, and in
-            every 16th call, and a weight that has changed without a trace raises StaleWeightError.
+            optimizer step instead of once per microbatch, for two bytes per parameter between the calls. You promise that
+            weights change between steps, or by writes that torch counts. The promise is checked by content at step boundaries
+            and in every 16th call; a weight that has changed without a trace raises StaleWeightError.
         saved_activations: "fp8" saves values for the backward as E4M3 with a float32 scale per 1x128 values where pointwise
             code and norms only read them there, and lets the backward compute operands of GEMMs again from them. Attention's
             q, k, v and output, and values that other operations read, are saved so only by a rule with the role `saved`:
@@ -108,10 +108,10 @@ def fp8_compile(
         fsdp_gather: "fp8" lets FSDP2 (`fully_shard`) gather weights whose GEMMs run in FP8 as FP8 bytes, half of bfloat16's.
             It does so where FSDP2 frees the gathered Parameter after the forward, with `reshard_after_forward=True`: a
             Parameter that remains gathered has other readers. Parameters and checkpoints do not change.
-        release_frozen: Parameters with requires_grad=False that only FP8 GEMMs read give their values back once they are
-            quantized: one FP8 copy is left, which backward transposes (two where scales run along rows). Reading such a
+        release_frozen: the values of Parameters with requires_grad=False that only FP8 GEMMs read are freed once they are
+            quantized: one FP8 copy is left, which the backward transposes (two where scales run along rows). Reading such a
             Parameter outside of the compiled model raises ReleasedWeightError; `state(...).restore_weights()` gives it the
-            values of its copy. `inspect` says what was released, and why the rest was not.
+            values of its copy. `inspect` lists the released Parameters, and why others were not.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.

@@ -20,15 +20,14 @@ from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.recipes.engines import Engine, matching
 from fp8pass.rules import SAVED, Rules, Schedule, Select, parse_rules, parse_schedule
 
-#: What compiles rewritten graphs.
+#: The compiler of rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]
-#: Who ends a step: the next forward with gradients, or `state(model).step()`.
+#: The end of a step of delayed scaling: the next forward with gradients, or `state(model).step()`.
 StepMode = Literal["auto", "manual"]
 WeightCopies = Literal["auto", "save", "recompute", "cache"]
-"""A choice for FP8 copies of weights that only backward reads: saved, recomputed there, or, with "auto", recomputed from
-4096 rows on; and which copies are cached between calls: "cache" caches all, "auto" those of weights that the graph does not
-train."""
-#: What FSDP2 gathers of weights whose GEMMs run in FP8.
+"""A choice for FP8 copies of weights that only the backward reads: saved, recomputed there, or, with "auto", recomputed from
+4096 rows on. With "cache" the copies of all weights are cached between calls instead."""
+#: The form in which FSDP2 gathers weights whose GEMMs run in FP8.
 FsdpGather = Literal["fp8"]
 
 #: The form in which the forward saves values for the backward that only pointwise code and norms read there.

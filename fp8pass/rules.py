@@ -10,7 +10,7 @@ from typing import Literal
 from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import NO_RECIPE, Recipe, as_recipe
 
-#: GEMMs that run in FP8: those that structure and size speak for, or all that can.
+#: GEMMs that run in FP8 if no rule matches: all but routers, heads and thin ones, or all that can.
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 #: The role of values that the forward saves for the backward, which are no GEMM's.

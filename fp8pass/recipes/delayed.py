@@ -16,7 +16,7 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import FAST_ACCUM, Format, Recipe, check, check_bools, check_format, fp8_dtype, is_int, recipe
 from lowering.formats import Granularity
 
-#: How the amaxes of a history become one.
+#: The reduction of a history of amaxes to one.
 AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
