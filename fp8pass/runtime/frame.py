@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -55,6 +56,9 @@ from fp8pass.weights.released import any_released, is_used
 from lowering.operation import has_tangent
 
 log = logging.getLogger(__name__)
+
+#: torch's context for `torch.compiler.is_compiling()`, which 2.11 has not.
+_is_compiling = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
 
 #: From this call of a variant on, training runs generated code for it. Fewer are a few batches of gradient accumulation.
 UNCOMPILED_CALLS = 16
@@ -217,10 +221,12 @@ class Frame:
 
     @contextlib.contextmanager
     def _as_dynamo_left_it(self, graph: CompiledGraph) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
-        """The module with the extra inputs of `graph`, and its example inputs, in a context such as Dynamo traced in."""
+        """The module with the extra inputs of `graph`, and its example inputs, in a context such as Dynamo traced in: with its
+        lock and its flag too, as tracing exchanges `nn.Module.__call__` under the calls of all threads."""
         module, examples = with_extra_inputs(self._module, self._traced, graph.extra_inputs, self.device)
         examples = [_with_its_number(x, self._fake_mode) for x in examples]
-        with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
+        context = contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode))
+        with compile_lock, _is_compiling(), context:
             yield module, examples
 
     def trace(self, graph: CompiledGraph) -> None:

@@ -175,6 +175,17 @@ class DelayedStore:
             self._indices[names] = (self.layout, index)
         return index
 
+    def part(self, names: Sequence[str]) -> None:
+        """Give up other names that stand for a tensor that `names`, the tensors of one graph, has besides: weights that were
+        tied, or inputs that were one tensor on another way through the model."""
+        taken = {name for name in names if name not in self.aliases}
+        for name in (name for name in names if name in self.aliases):
+            if self.aliases[name] in taken:
+                del self.aliases[name]
+                self._indices.clear()
+            else:
+                taken.add(self.aliases[name])
+
     def add(self, names: Iterable[str], fp8_max: Iterable[float], entries: Iterable[int] | None = None) -> None:
         """Give each new name its columns in their initial state; known names keep theirs. `entries`: 1 for each if None."""
         names = list(names)

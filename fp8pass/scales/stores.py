@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.origin import TensorName
@@ -53,8 +54,8 @@ class Stores(InputProvider):
         self.reduction = AmaxReduction(group, self.recipes, may_quantize)
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
-        matrices = [p for p in self._parameters() if p.dim() >= 2]
-        self._expected_entries = sum(2 + (p.shape[0] if p.dim() == 3 else 1) for p in matrices)
+        shapes = [(1, 1) if is_lazy(p) else tuple(p.shape) for p in self._parameters()]
+        self._expected_entries = sum(2 + (shape[0] if len(shape) == 3 else 1) for shape in shapes if len(shape) >= 2)
 
     def __iter__(self) -> Iterator[DelayedStore]:
         """The stores in the order in which they were made."""
@@ -152,11 +153,15 @@ class Stores(InputProvider):
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
         over what a checkpoint or another device holds. A batch that has another number of matrices than before begins with an
-        empty history. Raises CheckpointMismatchError if a loaded state lacks one of them, has it in another format, or has
-        another number of experts."""
+        empty history; tensors that were one in another graph, as tied weights are, part.
+
+        Raises CheckpointMismatchError if a loaded state lacks one of them, has it in another format, or has another number of
+        experts.
+        """
         names = [name for name, _ in tensors]
         counts = dict(zip(names, [1] * len(names) if entries is None else entries, strict=True))
         with self.lock:
+            store.part(names)
             # Experts were added or removed: which, their scales do not tell.
             changed = [name for name, count in counts.items() if name in store and store.entries(name) != count]
             _check_restored(store, names)

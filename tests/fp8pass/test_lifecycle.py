@@ -2,6 +2,7 @@
 
 import copy
 import cProfile
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
@@ -337,3 +339,34 @@ def test_a_reset_of_dynamo_forgets_recorded_cuda_graphs(mode, num_resets):
     with mock.patch("torch._inductor.cudagraph_trees.reset_cudagraph_trees") as reset:
         torch._dynamo.reset()
     assert reset.call_count == num_resets
+
+
+def test_what_is_compiled_behind_dynamo_holds_its_lock():
+    """Tracing exchanges `nn.Module.__call__` for all threads: another one that compiles then must wait, and one that calls its
+    model must be let through."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watching(DelayedScaling):
+        """Looks around while a graph is planned."""
+
+        def quantization(self, operand, role):
+            seen.append((compile_lock._is_owned(), torch.compiler.is_compiling()))
+            return super().quantization(operand, role)
+
+    _, compiled = make(Watching())
+    step(compiled, torch.randn(16, 64))  # a graph, and the one of its first step, which is compiled in the call
+    assert {owned for owned, _ in seen} == {True}
+    assert hasattr(torch.compiler, "_compile_session_context") <= min(flag for _, flag in seen)
+    assert len(inspect(compiled).graphs) == 1
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "current"], ids=["delayed", "current"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lazy_modules_that_the_first_call_materializes(recipe, in_place):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(96), nn.ReLU(), nn.LazyLinear(32))
+    compiled = fp8_compile(model, recipe, backend="aot_eager", in_place=in_place)
+    step(compiled, torch.randn(16, 64))
+    assert model[0].weight.grad.shape == (96, 64)
+    assert {g.quantized for g in inspect(compiled).gemms} == {True}

@@ -97,3 +97,41 @@ def test_a_checkpoint_of_a_recipe_without_state(recipe, tmp_path):
     else:
         with pytest.raises(CheckpointMismatchError, match="has no entries under 'fp8'"):
             resumed.load_checkpoint(tmp_path / recipe)
+
+
+class Ways(nn.Module):
+    """Two linears that read one tensor, or the second the result of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.in_turn = False
+
+    def forward(self, x):
+        return self.b(30 * self.a(x)) if self.in_turn else self.a(x) + self.b(x)
+
+
+def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
+    torch.manual_seed(0)
+    model = Ways()
+    compiled = fp8_compile(model, DelayedScaling(), backend="aot_eager", select="all")
+    view, x = state(compiled), torch.randn(32, 64)
+    for model.in_turn in (False, True, False, True):
+        train(compiled, x)
+        assert view.amax_history("a:input")[0] == x.abs().max()
+    assert view.amax_history("b:input")[0] > 4 * x.abs().max()
+
+
+def test_weights_that_are_untied_have_scales_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    compiled = fp8_compile(model, DelayedScaling(amax_history_len=2), backend="aot_eager", select="all", step="manual")
+    x = torch.randn(32, 64)
+    for is_tied in (True, False, False):
+        if not is_tied:
+            model[2].weight = nn.Parameter(3 * model[0].weight.detach())
+        train(compiled, x)
+        state(compiled).step()
+    for name, module in (("0:weight", model[0]), ("2:weight", model[2])):
+        assert state(compiled).scale(name) == 448 / module.weight.detach().abs().max(), name
