@@ -34,8 +34,8 @@ class GemmPath(enum.Enum):
     BLOCKS_BY_MXFP8 = "torch, blocks of 128 as blocks of 32"
     BLOCKS_BY_TRITON = "Triton"
     MXFP8 = "torch, blocks of 32"
-    GROUPS = "CUTLASS or DeepGEMM, all groups"
-    GROUPS_BY_TRITON = "Triton, all groups"
+    GROUPS = "CUTLASS or DeepGEMM, all groups in one launch"
+    GROUPS_BY_TRITON = "Triton, all groups in one launch"
 
 
 _SQUARES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
