@@ -111,7 +111,7 @@ def _values(name: str, parameter: inspect.Parameter) -> tuple[Any, ...]:
 
 def _is_refused(operation: Any, given: dict[str, Any]) -> bool:
     """By the operation's own checks; and what makes no copy."""
-    if given.get("rowwise") is False and not given["columnwise"]:
+    if given.get("rowwise") is given.get("columnwise") is False:
         return True
     try:
         operation._check((), given)

@@ -164,7 +164,7 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
     index = torch.arange(x.shape[0], device=x.device)
 
     def add_columns(name: str, align: int, position: int, load_bytes: float, *call: Any, **options: Any) -> None:
-        add(name, *call, offs, index, **options)
+        add(name, *call, offs, *[index] * ("rowwise" not in options), **options)
         elements = padded_width(x.shape[0], 8, align) * x.shape[1]
         found[name] = found[name]._replace(position=position, elements=elements, load_bytes=load_bytes)
 
@@ -181,6 +181,8 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         found["amax_rowwise batch both"] = found[lines]._replace(position=0, store_bytes=0)
         cast = "cast_columns", x, fp8
         add_columns(f"columns 1x128 {name}", BLOCK, 1, 2, 1 + 4 / BLOCK, *cast, granularity="block_1x128")
+        both = {"granularity": "block_1x128", "rowwise": True}
+        add_columns(f"columns 1x128 and rows {name}", BLOCK, 1, 2, 2 + 8 / BLOCK, *cast, **both)
         add_columns(f"columns rowwise {name}", GEMM_ALIGNMENT, 2, 2, 1, *cast, granularity="row_wise")
     add_columns("group_columns", GEMM_ALIGNMENT, 1, 1, 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3))
 

@@ -18,7 +18,7 @@ from lowering.blockwise import gemm as blocks_gemm
 from lowering.blockwise import reference as blocks
 from lowering.blockwise import saved
 from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output, check_product
-from lowering.copies import CastOptions, copies_of, empty_copy, num_matrices
+from lowering.copies import CastOptions, copies_of, empty_copy, num_blocks, num_matrices
 from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
 from lowering.grouped import gemm as groups_gemm
 from lowering.grouped import reference as groups
@@ -297,15 +297,22 @@ group_columns = _registered(
 )
 
 
-def _cast_columns(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, granularity: str, pad_outer: bool) -> Pair:
+def _cast_columns(
+    x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, granularity: str, pad_outer: bool, rowwise: bool
+) -> list[Tensor]:
     kind = Granularity(granularity)
     q = _columns(x, offs, index, groups.alignment(kind), dtype, pad_outer)
     outer, width = q.shape
     if kind is Granularity.ROW_WISE:
-        return q, _floats(x, offs.shape[0], outer, 1)
+        return [q, _floats(x, offs.shape[0], outer, 1)]
     if kind is Granularity.BLOCK_1X32:
-        return q, x.new_empty((outer, width // MX_BLOCK), dtype=torch.uint8)
-    return q, _floats(x, width // BLOCK, outer).t()
+        return [q, x.new_empty((outer, width // MX_BLOCK), dtype=torch.uint8)]
+    made = [q, _floats(x, width // BLOCK, outer).t()]
+    return (
+        [empty_copy(x, dtype, False, False), _floats(x, num_blocks(x.shape[1], BLOCK), x.shape[0]).t(), *made]
+        if rowwise
+        else made
+    )
 
 
 cast_columns = _registered(groups.cast_columns, _cast_columns, "grouped.kernels.columns", checks=[groups.check_cast_columns])

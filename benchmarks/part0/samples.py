@@ -420,6 +420,8 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
             for kind, pad in itertools.product(("row_wise", "block_1x128", "block_1x32"), (False, True)):
                 options = {"granularity": kind, "pad_outer": pad}
                 yield Sample(f"{kind} {label}, pad_outer {pad}", (x, E5M2, offsets(on), given), options)
+            if given is None:
+                yield Sample("block_1x128, both copies", (x, E5M2, offsets(on)), {"granularity": ONE.value, "rowwise": True})
 
 
 @_of("quantization_statistics", "statistics_of_parts", "product_statistics", "record_statistics")

@@ -95,8 +95,12 @@ def _whole(copies: list[Copy], layouts: dict[Copy, Layout], decision: Rewritten)
 def _casts_of_rows(
     copies: list[Copy], layouts: dict[Copy, Layout], site: GemmSite, is_first: bool, is_pinned: bool, known: set[Copy]
 ) -> list[Cast]:
-    """A cast for each copy of rows in groups, rowwise first. A columnwise one moves the bytes of the rowwise one, if the recipe
-    does that and there is one: made here, or by forward (`known`). Then only that one is saved."""
+    """A cast for each copy of rows in groups, rowwise first, or one for both. A columnwise copy moves the bytes of the rowwise
+    one, if the recipe does that and there is one: made here, or by forward (`known`). Then only that one is saved."""
+    first = copies[0]
+    if len(copies) == 2 and scheme_of(first.quantization).reads_rows_once(first.tensor):
+        forms = tuple(layouts[copy] for copy in copies)
+        return [Cast(tuple(copies), forms, site, FromValue(), read_dtype(first, site), is_first, is_pinned)]
     found: list[Cast] = []
     for copy in copies:
         has_one_scale = scheme_of(copy.quantization).has_one_scale

@@ -327,9 +327,13 @@ def loaded(data: Term, scale_inv: Term, dtype: torch.dtype) -> Term:
     return Term("mul", (data, scale_inv)).moved(("to", dtype))
 
 
-def _cast_columns(node: fx.Node, x: Term, offs: Term, index: Term | None, **options: Any) -> tuple[Term, Term]:
+def _cast_columns(node: fx.Node, x: Term, offs: Term, index: Term | None, rowwise: bool, **options: Any) -> tuple[Term, ...]:
     scale, move = own_scale(node, x, how(options), True), ("columns", offs, index)
-    return copy(node, x, how(options), True, scale).moved(move), inverse(scale).moved(move)
+    found = copy(node, x, how(options), True, scale).moved(move), inverse(scale).moved(move)
+    if not rowwise:
+        return found
+    of_rows = own_scale(node, x, how(options), False)
+    return copy(node, x, how(options), False, of_rows), inverse(of_rows), *found
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

@@ -426,7 +426,7 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
         columnwise=True in pads,
         pad_rows=pads.get(False, False),
         pad_cols=pads.get(True, False),
-        pad_outer=first.layouts[0].pads_outer,
+        pad_outer=first.layouts[-1].pads_outer,
         **_options(first.tensor),
     )
     for cast, matrix in zip(launch, matrices, strict=True):

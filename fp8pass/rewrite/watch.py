@@ -55,7 +55,7 @@ class StatisticsInserter:
             if isinstance(cast.source, (FromCopy, FromInput)) or (pair is not None and not cast.is_first):
                 continue  # values that are measured where they are made
             for quantized in copies[:1] if pair is not None else copies:
-                # The copies of groups have a cast each, which writes the value to memory.
+                # The copies of groups may have a cast each, and the value is in memory.
                 known = together if cast.tensor.value.groups is None else self._of_groups
                 self._measure(here, cast, quantized, read, pair, known)
 

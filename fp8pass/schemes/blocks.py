@@ -233,6 +233,10 @@ class BlockwiseScheme(BlockScheme):
         is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
         return is_matrix and is_whole and quantization.granularity is Granularity.BLOCK_1X128 and quantization.power_of_2
 
+    def reads_rows_once(self, tensor: QuantizedTensor) -> bool:
+        groups, quantization = tensor.value.groups, tensor.quantization
+        return groups is not None and groups.index is None and quantization.granularity is Granularity.BLOCK_1X128
+
     def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
         if site.offs is not None:
             pairs = zip(site.operands, quantizations, strict=True)

@@ -7,7 +7,8 @@ the amaxes, of which `fp8pass.scales` makes the next step's scales. Other scales
 Rows in groups: the rowwise copy is made as that of a matrix. With one scale for all rows, those that belong to no group become
 zeros before, so that they reach no amax; with a scale per row they spoil nothing but themselves. A gathered source is cast
 once, and its bytes and scales are gathered. The columnwise copy, which grad_weight reads, has every group at a padded offset
-(lowering/grouped/reference.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor.
+(lowering/grouped/reference.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor. A
+scheme may have one cast for both copies of rows that are not gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes.blocks import BlockScheme
-from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Layout, Quantized, QuantizedTensor, as_operand, insert_cast
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, Layout, Quantized, QuantizedTensor, as_operand, insert_cast
 from fp8pass.schemes.scheme import Scheme, scaling
 from lowering.formats import pad_to_alignment
 
@@ -131,7 +132,11 @@ class Emitter:
             shard = self.scheme.shard if self.scheme.computes_scales else self._shard
             return [shard(cursor, cast, cast.source.gather, read)]
         if (groups := cast.tensor.value.groups) is not None:
-            return [(self._rows(cursor, cast, read, groups),)]
+            return [
+                self._both_of_rows(cursor, cast, read, groups)
+                if len(cast.copies) == 2
+                else (self._rows(cursor, cast, read, groups),)
+            ]
         made = self._cast(cursor, casts, reads, cast.layouts)
         if cast.tensor.quantization.scale_from is ScaleFrom.SHARED and cast.tensor.value.batch is not None:
             return [tuple(_per_row(cursor, copy) for copy in copies) for copies in made]
@@ -160,17 +165,29 @@ class Emitter:
             found.append(tuple(Quantized(*one, node) for one in zip(data, inverses, cast.copies, strict=True)))
         return found
 
+    def _both_of_rows(self, cursor: Cursor, cast: Cast, read: fx.Node, groups: Groups) -> tuple[Quantized, ...]:
+        """Both copies of a matrix whose rows are in groups, not gathered, of one read."""
+        of_rows, of_columns = cast.copies
+        node, (row, of_row, column, of_column) = self._columns(cursor, of_columns, cast.layouts[1], read, groups, rowwise=True)
+        return Quantized(row, of_row, of_rows, node), Quantized(column, of_column, of_columns, node)
+
+    def _columns(
+        self, cursor: Cursor, copy: Copy, layout: Layout, read: fx.Node, groups: Groups, **options: bool
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """The cast of a columnwise copy of rows in groups, of the tensor, which it gathers; and its results."""
+        kind = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer}
+        how = {**kind, **scaling(copy.quantization), **options}
+        node = cursor.call(COLUMNS, read, copy.dtype, groups.offs, groups.index, **how)
+        return node, cursor.items(node)
+
     def _rows(self, cursor: Cursor, cast: Cast, read: fx.Node, groups: Groups) -> Quantized:
-        """The copy of a matrix whose rows are in groups: casts have one each."""
+        """The copy of a matrix whose rows are in groups."""
         tensor, (copy,), (layout,), scheme = cast.tensor, cast.copies, cast.layouts, self.scheme
         if isinstance(cast.source, FromCopy):
             moved = _moved_columns(cursor, self._rows_of[tensor], groups)
             return Quantized(moved, self.scales[tensor][1], copy, moved)
-        if layout.columnwise and not scheme.has_one_scale:  # made of the tensor, which the cast gathers
-            options = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer}
-            options |= scaling(copy.quantization)
-            node = cursor.call(COLUMNS, read, copy.dtype, groups.offs, groups.index, **options)
-            data, scales = cursor.items(node)
+        if layout.columnwise and not scheme.has_one_scale:
+            node, (data, scales) = self._columns(cursor, copy, layout, read, groups)
             return Quantized(data, scales, copy, node)
         is_compact = isinstance(scheme, BlockScheme)  # grouped GEMMs read blocks as a batch has them
         matrix = cursor.call(aten.unsqueeze.default, read, 0) if is_compact else read

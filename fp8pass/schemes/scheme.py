@@ -98,6 +98,10 @@ class Scheme(abc.ABC):
         together share one; None if this one cannot."""
         return None
 
+    def reads_rows_once(self, tensor: QuantizedTensor) -> bool:
+        """True if one cast makes both copies of a matrix whose rows are in groups."""
+        return False
+
     def has_one_copy(self, quantization: Quantization) -> bool:
         """True if the rowwise and the columnwise copy have the same values and scales."""
         return self.has_one_scale

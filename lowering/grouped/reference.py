@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from lowering import hardware, products, scaling
 from lowering.checks import check_blocks
-from lowering.copies import dense
+from lowering.copies import dense, padded
 from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, MX_BLOCK, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product
@@ -113,6 +113,7 @@ class Columns:
     pad_outer: bool = False
     power_of_2: bool = True
     epsilon: float = 0.0
+    rowwise: bool = False
 
 
 def scaled_grouped_mm(
@@ -271,12 +272,15 @@ def cast_columns(
     pad_outer: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rowwise: bool = False,
+) -> list[torch.Tensor]:
     """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with scales along the tokens of each group.
 
     x is [S, C], or [T, C] with `index` [S], of float32, bfloat16 or float16; rows that no group reads may hold anything.
     Returns q and its scales, compact (NOTE [scales of grouped operands]). `pad_outer` pads C of both to a
-    multiple of 16, q with zeros. Each group holds what the cast of its rows makes of them:
+    multiple of 16, q with zeros. With `rowwise`, of 1x128 blocks and without an index, the rowwise copy [S, C16] and its
+    scales come before them: what `cast_blockwise` makes of a batch of one, of one read. Each group holds what the cast of its
+    rows makes of them:
 
         row_wise       scale_inv [E, C, 1], float32: of amax 0 for an empty group, 1 for lines of padding
         block_1x128    scale_inv [C, P / 128], float32, strides (1, C): what a GEMM reads at once is together. The last block of
@@ -288,15 +292,19 @@ def cast_columns(
     moved = _rows_at_padded_offsets(x, rows)
     if kind is Granularity.BLOCK_1X32:
         q, codes = scaling.quantize_mx_blocks(moved.t(), dtype, False)
-        return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
+        return [_padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)]
     if kind is Granularity.BLOCK_1X128:
         q, scale_inv = scaling.quantize_blocks(moved.t(), dtype, kind, power_of_2, epsilon)
-        return _padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()
+        made = [_padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()]
+        if not rowwise:
+            return made
+        q, scale_inv = scaling.quantize_blocks(x, dtype, kind, power_of_2, epsilon)
+        return [padded(q, False), dense(scale_inv.t()).t(), *made]
     magnitudes = moved.abs().to(torch.float32)
     amaxes = torch.stack([torch.where((group == g)[:, None], magnitudes, 0.0).amax(0) for g in range(offs.shape[0])])
     scale, scale_inv = scales_from_amax(amaxes, dtype, power_of_2=power_of_2, epsilon=epsilon)
     q = quantize(moved, scale[group.clamp(max=offs.shape[0] - 1)], dtype)
-    return _padded_columns(q.t(), pad_outer), pad(scale_inv, (0, _extra(q.shape[1], pad_outer)), value=1.0)[:, :, None]
+    return [_padded_columns(q.t(), pad_outer), pad(scale_inv, (0, _extra(q.shape[1], pad_outer)), value=1.0)[:, :, None]]
 
 
 def _extra(outer: int, pad_outer: bool) -> int:
@@ -341,7 +349,7 @@ def check_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
 
 
 def check_cast_columns(
-    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None, granularity: str
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None, granularity: str, rowwise: bool
 ) -> None:
     """`x` is a matrix that can be quantized, with rows in groups, along the tokens of one group."""
     if granularity not in _ALONG_TOKENS:
@@ -349,6 +357,11 @@ def check_cast_columns(
             f"granularity is {str(granularity)!r}; use one of {', '.join(repr(g.value) for g in _ALONG_TOKENS)}. With one scale"
             " per tensor group_columns moves the rowwise copy, and 128x128 blocks would hold rows of two groups"
         )
+    if rowwise and granularity != Granularity.BLOCK_1X128:
+        fix = f"use {Granularity.BLOCK_1X128.value!r}, or a cast of its own for the rowwise copy"
+        raise ValueError(f"rowwise is True and granularity {str(granularity)!r}; {fix}")
+    if rowwise and index is not None:
+        raise ValueError("rowwise is True, and rows are gathered by index; quantize the rowwise copy in a cast of its own")
     check_blocks(x, dtype, "in groups")
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; pass a matrix [S, C]")

@@ -296,6 +296,18 @@ def test_scales_of_neighbouring_rows_are_together(recipe):
                 assert (scales.stride(-2) == 1 < scales.shape[-2]) == is_line, f"{gemm.name}, {name}"
 
 
+@pytest.mark.parametrize("tail", [0, 5])
+def test_a_gradient_in_blocks_is_read_once(tail):
+    """One cast makes what grad_input and grad_weight read, also where some rows are of no group."""
+    x = torch.randn(24 + tail, 256, dtype=torch.bfloat16, requires_grad=True)
+    work = trace(Experts(3, 256, 272), x, offsets((8, 12, 4)), recipe="blockwise").run()
+    for role in ("input", "grad_output"):
+        makers = [made.maker for copy, made in work.applied.copies.items() if copy.name.kind == role]
+        assert len(makers) == 2
+        assert len(set(makers)) == 1, role
+    assert all(node.kwargs["rowwise"] for node in calls(work.graph, torch.ops.lowering.cast_columns.default))
+
+
 class Routed(GatheredExperts):
     """Experts of gathered rows, whose source backward does not have."""
 

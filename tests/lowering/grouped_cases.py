@@ -251,6 +251,8 @@ def columns_of_groups(device: str) -> None:
         scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
         check("cast_columns", x, fp8, offs, index, granularity="block_1x128", **scaling)
         check("cast_columns", x, fp8, offs, index, granularity="row_wise", **scaling)
+        if not gathered:  # the rowwise copy is that of all rows, also of those that no group reads
+            check("cast_columns", x, fp8, offs, granularity="block_1x128", **scaling, rowwise=True)
 
 
 @case

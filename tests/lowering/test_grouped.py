@@ -237,6 +237,22 @@ def test_columns_of_a_group_are_those_of_its_cast(sizes, kind):
     assert not q[:, start:].float().any()
 
 
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_both_copies_of_one_read_are_those_of_two_casts(sizes, dtype):
+    """Also of rows that no group reads, which hold anything; values, scales, their memory."""
+    x, offs = with_tail(values(sum(sizes), 200, dtype=torch.bfloat16)), offsets(sizes)
+    x[::11] *= 1e4
+    for options in ({}, {"power_of_2": False, "epsilon": 1e-3}):
+        how = {"granularity": ONE.value, **options}
+        both = ops.cast_columns(x, dtype, offs, pad_outer=True, rowwise=True, **how)
+        rows = [copy[0] for copy in ops.cast_blockwise([x[None]], dtype, **how)]
+        alone = [*rows, *ops.cast_columns(x, dtype, offs, pad_outer=True, **how)]
+        for found, expected in zip(both, alone, strict=True):
+            same_bits(found, expected)
+            assert found.stride() == expected.stride()
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("align", [16, 128])
 def test_group_columns_moves_bytes(index_dtype, align):
@@ -331,6 +347,9 @@ def refused():
     yield lambda: ops.cast_columns(torch.zeros(8, 16).double(), E4M3, offs, granularity="block_1x128"), "float64"
     yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="block_128x128"), "rows of two groups"
     yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="tensor_wise"), "group_columns"
+    both = {"granularity": "block_1x128", "rowwise": True}
+    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="row_wise", rowwise=True), "rowwise is True and"
+    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, torch.zeros(8).int(), **both), "a cast of its own"
 
 
 @each(("call", "message"), list(refused()))

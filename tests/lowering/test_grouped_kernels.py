@@ -54,6 +54,7 @@ def test_number_of_launches():
         (2, "cast_rowwise", ([stack(E, F, H)], E4M3), {"columnwise": True}),
         (2, "group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
         (2, "cast_columns", (stack(S, F), E4M3, offs()), {"granularity": ONE}),
+        (2, "cast_columns", (stack(S, F), E4M3, offs()), {"granularity": ONE, "rowwise": True}),
     ):
         assert len(recorded(kernel(name), *arguments, **options)) == launches, name
     for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):

@@ -1,7 +1,8 @@
 """Columnwise copies [C, P] of rows in groups, at padded offsets: a kernel gathers, quantizes and transposes a tile.
 
 A first kernel writes for each of the P tokens the row that it holds, -1 for padding (NOTE [padded offsets] in ../reference.py):
-4 bytes per token, which the others read instead of looking for groups.
+4 bytes per token, which the others read instead of looking for groups. The kernel that makes both copies quantizes rows of no
+group, too, in the rowwise one: behind the last group -2 - row stands for each.
 Other kernels move rows in groups to padded offsets, for libraries whose tiles hold rows of one group, and back.
 """
 
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import empty_copy
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
 from lowering.grouped.kernels.gemm import group_sizes, pick
@@ -32,6 +34,7 @@ from lowering.triton.tile import (
     magnitude_bits,
     one_per_thread,
     reciprocal,
+    row_amaxes,
     saturated_bits,
     store_columns,
     turned,
@@ -39,7 +42,10 @@ from lowering.triton.tile import (
 
 #: Tokens and columns of a tile: 128-byte lines of the source and of the copy.
 BYTES_TILE = (128, 128)
-BLOCK_TILE = (BLOCK, 64)
+#: By whether the rowwise copy, whose blocks lie along columns, is made, too; and warps.
+BLOCK_TILES = {False: (BLOCK, 64, 4), True: (BLOCK, BLOCK, 8)}
+#: Per thread, where scales are divisions and both copies are made: ptxas would spill before it takes more.
+MOST_REGISTERS = 200
 LINE_TILE = (64, 128)
 #: Programs per group that write the map, and the tokens that each takes at once.
 CHUNKS, CHUNK = 8, 1024
@@ -52,9 +58,11 @@ SCALE_MAX = tl.constexpr(FLOAT32_MAX)
 @triton.jit
 def padded_rows_kernel(
     offs, index, rows, groups, num_groups, num_sources, width,
-    HAS_INDEX: tl.constexpr, HAS_GROUPS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_INDEX: tl.constexpr, HAS_GROUPS: tl.constexpr, HAS_OTHERS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """rows [width] = the row that each token holds, -1 for padding; groups [width / ALIGN], where HAS_GROUPS, its group."""
+    """rows [width] = the row that each token holds, -1 for padding; groups [width / ALIGN], where HAS_GROUPS, its group.
+    HAS_OTHERS: padding behind the last group is -2 - row of each row of no group, which it has room for."""
     group = tl.program_id(0)
     g, starts, sizes = group_sizes(offs, num_groups, BLOCK_E)
     steps = tl.cdiv(sizes, ALIGN)
@@ -68,7 +76,11 @@ def padded_rows_kernel(
         if HAS_INDEX:
             row = tl.load(index + row, mask=is_row, other=0).to(tl.int32)
             row = tl.where(row < 0, row + num_sources, row)
-        tl.store(rows + position, tl.where(is_row, row, -1), mask=position < last)
+        padding = -1
+        if HAS_OTHERS:
+            other = tl.load(offs + num_groups - 1) + position - first
+            padding = tl.where((group == num_groups) & (other < num_sources), -2 - other, -1)
+        tl.store(rows + position, tl.where(is_row, row, padding), mask=position < last)
         if HAS_GROUPS:
             is_first = (position % ALIGN == 0) & (position < last)
             tl.store(groups + position // ALIGN, tl.zeros((CHUNK,), tl.int32) + group, mask=is_first)
@@ -104,19 +116,74 @@ def group_columns_kernel(q, rows, out, cols, width, stride_r, stride_c, BLOCK_P:
     store_columns(out + c0 * width + p0, four, left(width, p0, BLOCK_P), left(cols, c0, BLOCK_C), 1, width)
 
 
-@Kernel
 @triton.jit
-def cast_columns_blockwise_kernel(
-    x, rows, q, s, cols, stored_cols, width, stride_r, stride_c, overflow_scale, epsilon,
+def rows_read(rows, first, width, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """`rows_of_tile`, with rows of no group."""
+    row = rows_of_tile(rows, first, width, COUNT, STEP)
+    return tl.where(row < -1, -2 - row, row)
+
+
+@triton.jit
+def cast_rows_of_tile(
+    x, rows, q, s, cols, stored_cols, num_rows, width, p0, c0, stride_r, stride_c, overflow_scale, epsilon,
     E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """q [stored_cols, width] and its factors s [stored_cols, width / BLOCK_P], column-major; a block of tokens per tile."""
+    """The rows of a tile, as wide as a block, in q [num_rows, stored_cols], and their factors in s, column-major."""
+    c = c0 + tl.arange(0, BLOCK_C)
+    r0, r1 = rows_read(rows, p0, width, BLOCK_P, 4), rows_read(rows, p0 + 1, width, BLOCK_P, 4)
+    r2, r3 = rows_read(rows, p0 + 2, width, BLOCK_P, 4), rows_read(rows, p0 + 3, width, BLOCK_P, 4)
+    v0 = as_float32(gathered(x, r0, c, cols, stride_r, stride_c))
+    v1 = as_float32(gathered(x, r1, c, cols, stride_r, stride_c))
+    v2 = as_float32(gathered(x, r2, c, cols, stride_r, stride_c))
+    v3 = as_float32(gathered(x, r3, c, cols, stride_r, stride_c))
+    a0, a1, a2, a3 = row_amaxes(v0, v1, v2, v3)
+    s0 = block_scale(a0, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    s1 = block_scale(a1, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    s2 = block_scale(a2, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    s3 = block_scale(a3, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    inverse = reciprocal(one_per_thread(tl.reshape(four_rows(s0, s1, s2, s3), (BLOCK_P,))), POWER_OF_2)
+    line = rows_read(rows, p0, width, BLOCK_P, 1)
+    tl.store(s + (c0 // BLOCK_C) * num_rows + line, inverse, mask=line >= 0)
+    store_at_rows(q, saturated_bits(v0, s0[:, None], E5M2), r0, c, stored_cols)
+    store_at_rows(q, saturated_bits(v1, s1[:, None], E5M2), r1, c, stored_cols)
+    store_at_rows(q, saturated_bits(v2, s2[:, None], E5M2), r2, c, stored_cols)
+    store_at_rows(q, saturated_bits(v3, s3[:, None], E5M2), r3, c, stored_cols)
+    if tl.max(magnitude_bits(larger(larger(a0, a1), larger(a2, a3))), axis=0) >= INF_BITS:
+        tl.debug_barrier()  # other threads have stored what is stored over here
+        for i in tl.static_range(4):
+            row = rows_read(rows, p0 + i, width, BLOCK_P, 4)
+            again = as_float32(gathered(x, row, c, cols, stride_r, stride_c))
+            pointers = q + (row.to(tl.int64) * stored_cols)[:, None] + c[None, :]
+            tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
+
+
+@triton.jit
+def store_at_rows(q, bits, row, c, stored_cols):
+    """Store bits at rows, but where those are -1, and columns c of q, whose rows are contiguous."""
+    pointers = q + (row.to(tl.int64) * stored_cols)[:, None] + c[None, :]
+    tl.store(pointers, bits, mask=(row >= 0)[:, None] & (c < stored_cols)[None, :])
+
+
+@Kernel
+@triton.jit
+def cast_columns_blockwise_kernel(
+    x, rows, q, s, q_row, s_row, cols, stored_cols, row_cols, num_rows, width, stride_r, stride_c, overflow_scale, epsilon,
+    ROWWISE: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """q [stored_cols, width] and its factors s [stored_cols, width / BLOCK_P], column-major; a block of tokens per tile.
+    ROWWISE: q_row [num_rows, row_cols] and s_row [num_rows, tiles of columns], column-major, too."""
     tiles_c = tl.cdiv(stored_cols, BLOCK_C)
     tile_p = tl.program_id(0) // tiles_c
     p0 = tile_p * BLOCK_P
     c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
     c = c0 + tl.arange(0, BLOCK_C)
+    if ROWWISE:  # the columns are read again, from cache, as in lowering/blockwise/kernels.py
+        cast_rows_of_tile(
+            x, rows, q_row, s_row, cols, row_cols, num_rows, width, p0, c0, stride_r, stride_c, overflow_scale, epsilon,
+            E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, BLOCK_P, BLOCK_C,
+        )  # fmt: skip
     v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
     v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
     v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
@@ -200,16 +267,16 @@ def line_inverses_kernel(
 
 
 def map_of_rows(
-    x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int, with_groups: bool
+    x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int, with_groups: bool, with_others: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The map, and where asked for the group of every `align` tokens, `num_groups` behind the last."""
+    """The map, where asked for with rows of no group, and the group of every `align` tokens, `num_groups` behind the last."""
     num_groups = offs.shape[0]
     width = padded_width(x.shape[0] if index is None else index.shape[0], num_groups, align)
     rows = torch.empty(width, dtype=torch.int32, device=x.device)
     groups = torch.empty(width // align if with_groups else 1, dtype=torch.int32, device=x.device)
     padded_rows_kernel[(num_groups + 1, CHUNKS)](
         offs.contiguous(), offs if index is None else index.contiguous(), rows, groups, num_groups, x.shape[0], width,
-        HAS_INDEX=index is not None, HAS_GROUPS=with_groups, ALIGN=align,
+        HAS_INDEX=index is not None, HAS_GROUPS=with_groups, HAS_OTHERS=with_others, ALIGN=align,
         BLOCK_E=max(16, triton.next_power_of_2(num_groups)), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     return rows, groups
@@ -237,36 +304,40 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
 
 def cast_columns(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """See `reference.cast_columns`, which makes those for MXFP8: no GPU has a grouped GEMM of theirs yet."""
     wanted = Columns(**options)
     if x.numel() == 0 or wanted.granularity == Granularity.BLOCK_1X32:
         return reference.cast_columns(x, dtype, offs, index, **options)
     cast = _by_lines if wanted.granularity == Granularity.ROW_WISE else _by_blocks
     with on_device(x):
-        q, scale_inv = cast(x, dtype, offs, index, wanted)
-    return q.view(dtype), scale_inv
+        return cast(x, dtype, offs, index, wanted)
 
 
 def _by_blocks(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
-) -> tuple[torch.Tensor, torch.Tensor]:
-    block_p, block_c = BLOCK_TILE
-    rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False)
-    width = rows.shape[0]
+) -> list[torch.Tensor]:
+    block_p, block_c, num_warps = BLOCK_TILES[wanted.rowwise]
+    rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False, with_others=wanted.rowwise)
+    (num_rows, cols), width = x.shape, rows.shape[0]
     q = _empty(x, width, wanted.pad_outer)
-    scale_inv = torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()
+    made = [q.view(dtype), torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()]
+    if wanted.rowwise:
+        factors = torch.empty((cdiv(cols, BLOCK), num_rows), dtype=torch.float32, device=x.device).t()
+        made = [empty_copy(x, dtype, False, False), factors, *made]
+    row, of_row = made[0], made[1]  # those of columns where the rowwise copy is not asked for, and not touched
     cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-        x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), wanted.epsilon,
-        E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2,
-        BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
+        x, rows, q, made[-1], row.view(torch.uint8), of_row, cols, q.shape[0], row.shape[1], num_rows, width, *x.stride(),
+        largest_finite(x.dtype), wanted.epsilon, ROWWISE=wanted.rowwise, E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0,
+        FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=num_warps,
+        maxnreg=None if wanted.power_of_2 or not wanted.rowwise else MOST_REGISTERS,
     )  # fmt: skip
-    return q, scale_inv
+    return made
 
 
 def _by_lines(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Two passes, as the casts of matrices."""
     (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
     num_groups, cols = offs.shape[0], x.shape[1]
@@ -287,7 +358,7 @@ def _by_lines(
     line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
         amaxes, scale_inv, cols, q.shape[0], wanted.epsilon, **how, BLOCK_C=1024, num_warps=4
     )
-    return q, scale_inv
+    return [q.view(dtype), scale_inv]
 
 
 #: Rows and words of 8 bytes of a tile.
