@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.nn.modules.conv import _ConvNd
 
 from fp8pass.graph.gemms import GraphInput, Surroundings
@@ -111,7 +112,7 @@ def with_extra_inputs(
         last = _add_placeholder(graph, last, given, example)
         examples.append(example)
     graph.output(value).meta.update(old_output.meta)
-    return _with_meta_of(gm, fx.GraphModule(gm, graph)), examples
+    return _with_meta_of(gm, _make_graph_module(gm, graph)), examples
 
 
 def _with_meta_of(gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
@@ -294,7 +295,7 @@ class _Writer:
         places = dict(zip(placeholders, map(path_of, placeholders) if given is None else given, strict=True))
         result = self._write(gm, copies, places, moves)
         self._graph.output(result).meta.update(gm.graph.output_node().meta)
-        return _with_meta_of(gm, fx.GraphModule(self._attributes, self._graph))
+        return _with_meta_of(gm, _make_graph_module(self._attributes, self._graph))
 
     def _write(self, gm: fx.GraphModule, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves) -> Any:
         """Copy the nodes of a graph behind its inputs, and return its results. places: of its inputs, as it was traced."""

@@ -50,6 +50,8 @@ class SharedBuffers:
 def end_steps(stores: Sequence[DelayedStore], others: Sequence[DelayedStore] = ()) -> None:
     """Update all histories and scales of these stores from their staged amaxes, which ranks have made equal before: one update
     for those of one recipe and device. others: stores whose step goes on, and that no graph under way writes to."""
+    if not stores:
+        return
     alike = by_key(filter(len, stores), lambda store: (store.recipe, store.device))
     with torch.no_grad():
         for (recipe, device), held in alike.items():
