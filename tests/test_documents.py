@@ -55,7 +55,6 @@ def no_code_generation(request, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
 @pytest.mark.filterwarnings("ignore:.*The number of training batches:UserWarning")
-@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8FallbackWarning")  # troubleshooting shows a module that causes it
 @pytest.mark.parametrize("path", [p for p in PAGES if any(language in LANGUAGES for language, _ in fences(p))], ids=name)
 def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
