@@ -22,7 +22,7 @@ from fp8pass.rules import SAVED, Rules, Schedule, Select, parse_rules, parse_sch
 
 #: The compiler of rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]
-#: The end of a step of delayed scaling: the next forward with gradients, or `state(model).step()`.
+#: The end of a step of delayed scaling: the beginning of the next forward, or `state(model).step()`.
 StepMode = Literal["auto", "manual"]
 WeightCopies = Literal["auto", "save", "recompute", "cache"]
 """A choice for FP8 copies of weights that only the backward reads: saved, recomputed there, or, with "auto", recomputed from
