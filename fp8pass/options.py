@@ -184,9 +184,9 @@ class CompileOptions:
             )
 
 
-#: What torch.compile takes out of `options` before its backend sees them.
+#: The keys that torch.compile takes out of `options` before its backend sees them.
 TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
-#: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
+#: The keys of `options` of torch.compile(backend="fp8pass"); `dynamic` and `fullgraph` are torch.compile's own.
 NAMES = tuple(f.name for f in dataclasses.fields(CompileOptions) if f.init and f.name != "dynamic")
 #: The keyword arguments of `fp8_compile`.
 ARGUMENTS = frozenset((*NAMES, "dynamic", "fullgraph", "in_place"))

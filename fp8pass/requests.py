@@ -1,4 +1,4 @@
-"""What graphs asked for beside themselves when they were compiled (`inputs.Needed`), in a folder beside torch's caches.
+"""The extra inputs that graphs needed when they were compiled (`inputs.Needed`), in a folder beside torch's caches.
 
 A graph asks for inputs while it is rewritten, before there is an entry of AOTAutograd's cache, and is compiled again with them:
 a warm start has to know them before it looks for the entry. The folder is a part of torch's mega-cache: importing fp8pass makes

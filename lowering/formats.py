@@ -135,7 +135,7 @@ def largest_finite(dtype: torch.dtype) -> float:
 
 FORMAT_NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 
-#: Of `tl.inline_asm_elementwise`: four float32 operands, one word.
+#: The constraints of `tl.inline_asm_elementwise`: four float32 operands, one word.
 CONSTRAINTS = "=r,r,r,r,r"
 #: Elements that one piece converts.
 PACK = 4

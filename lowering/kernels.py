@@ -44,11 +44,11 @@ from lowering.triton.tile import (
 #: Lines that a program holds at once; with four blocks in each, registers are enough for half of them.
 LINES, LINES_OF_MX = 32, 16
 NUM_WARPS = 8
-#: What a program adds up, float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX.
+#: The sums of a program, float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX.
 TOTALS = 6
-#: What is larger is changed by clipping.
+#: The largest value that clipping does not change.
 ROUNDED_E4M3, ROUNDED_E5M2 = tl.constexpr(largest_rounded(E4M3)), tl.constexpr(largest_rounded(E5M2))
-#: What shares a scale: the tensor, a line, a block of a line, a square.
+#: The elements that share a scale: the tensor, a line, a block of a line, a square.
 OF_TENSOR, OF_LINES, OF_BLOCKS, OF_SQUARES = (tl.constexpr(i) for i in range(4))
 
 

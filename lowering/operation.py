@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Which arguments `*operands` and `**options` stand for.
+#: The arguments that `*operands` and `**options` stand for.
 _REST_OF: dict[Any, Any] = {
     inspect.Parameter.VAR_POSITIONAL: inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.VAR_KEYWORD: inspect.Parameter.KEYWORD_ONLY,
@@ -40,7 +40,7 @@ _REST_OF: dict[Any, Any] = {
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
-#: Of arguments: their positions in the reference's signature, and their names.
+#: The positions of arguments in the reference's signature, and their names.
 Places = Sequence[tuple[int, str]]
 
 

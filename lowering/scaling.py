@@ -73,7 +73,7 @@ def scales_from_amax(
     return scale, scale.reciprocal()
 
 
-#: What engines do with an element: multiply by the reciprocal of their scale, or divide by it.
+#: The operation of an engine on an element: multiply by the reciprocal of their scale, or divide by it.
 INVERSES = ("multiply", "divide")
 
 

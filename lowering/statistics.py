@@ -38,7 +38,7 @@ QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)
 RATIO = HEADROOM + len(QUANTILES)
 WIDTH = RATIO + len(QUANTILES)
-#: How an entry of a vector is merged. Inner quantiles are added, and divided by CALLS when they are read: their mean.
+#: The reductions that merge vectors, by entry. Inner quantiles are added, and divided by CALLS when they are read: their mean.
 _OF_QUANTILES = ("min", *("sum",) * (len(QUANTILES) - 2), "max")
 MERGES = (*("sum",) * 6, "max", "sum", *_OF_QUANTILES, *_OF_QUANTILES)
 _IDENTITY = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-#: Of what libraries read.
+#: The alignment of addresses that libraries read.
 ALIGNMENT_BYTES = 16
 
 #: Largest relative error, in the Frobenius norm, by the dtype of the output: what FP8 tensor cores and its rounding may lose
@@ -155,7 +155,7 @@ def fault_of_sizes(
 
 Made = TypeVar("Made")
 
-#: Of one operation: sizes of inputs may differ at each call.
+#: The most decisions that are cached for one operation: sizes of inputs may differ at each call.
 _MOST = 4096
 
 

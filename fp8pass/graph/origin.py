@@ -42,7 +42,7 @@ def joined(*parts: str) -> str:
 
 
 def begins(beginning: str, path: str) -> bool:
-    """Whether a dotted path is another one, "" included, or below it."""
+    """True if a dotted path is another one, "" included, or below it."""
     return not beginning or path == beginning or path.startswith(f"{beginning}.")
 
 
@@ -132,7 +132,7 @@ def is_subgraph(graph: fx.Graph) -> bool:
 
 
 Kind = Literal["input", "weight", "grad_output", "saved"]
-"""What an operand is to its GEMM; "saved" for a value that the forward saves for the backward."""
+"""The part of an operand in its GEMM; "saved" for a value that the forward saves for the backward."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

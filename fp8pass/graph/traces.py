@@ -23,7 +23,7 @@ from fp8pass.graph.values import depends_on, holds_tensor, value_of
 aten = torch.ops.aten
 
 FLAG = "autograd_backward"
-"""What autograd's engine leaves in the metadata of nodes that it ran."""
+"""The entry that autograd's engine leaves in the metadata of nodes that it ran."""
 _TAG = "partitioner_tag"
 _ONES = frozenset({aten.ones_like.default, aten.ones.default, aten.full.default, aten.full_like.default, aten.new_ones.default})
 

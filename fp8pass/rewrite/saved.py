@@ -1,4 +1,4 @@
-"""What the forward saves for the backward, in FP8 where only pointwise code and norms read it: `saved_activations="fp8"`.
+"""The values that the forward saves for the backward, in FP8 if pointwise code and norms alone read them: `saved_activations`.
 
 This stage comes after the partitioner, which alone knows what is saved: checkpointing, memory budgets and other partitioners
 have had their say, and the plan, a decision per saved value, is about exactly these values. `apply_saved` casts a value where
@@ -364,7 +364,7 @@ class AppliedSaved:
     """In the backward graph, as the next ones."""
     scale_input: fx.Node
     loaded: fx.Node
-    """What is read there instead."""
+    """The value that is read there instead."""
 
 
 def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> dict[SavedValue, AppliedSaved]:

@@ -358,7 +358,7 @@ VIEWS = (MOVES - {aten.cat.default}) | {
     aten._to_copy.default,
     prims.convert_element_type.default,
 }
-#: What lies between a router's logits and the choice, besides views and pointwise operations.
+#: The operations between a router's logits and the choice, besides views and pointwise operations.
 # fmt: off
 _SCORES = frozenset({
     "_softmax", "_log_softmax", "softmax", "log_softmax", "amax", "max", "mean", "sum", "cumsum", "topk", "sort", "scatter",

@@ -141,7 +141,7 @@ def loaded(content: bytes, graph: CompiledGraph) -> Any:
 
 
 def recall(key: str | None, graph: CompiledGraph) -> Needed:
-    """What a graph asked for when it was compiled under this key; nothing where that is not known."""
+    """The needs of a graph when it was compiled under this key; nothing where they are not known."""
     content = None if key is None else requests.read(key)
     if content is None:
         return Needed()

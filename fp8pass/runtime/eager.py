@@ -57,7 +57,7 @@ _KINDS = ("graph_break", "unimplemented")
 _Key = tuple[str, str, int]
 """File, name and first line: what code that Dynamo changed has in common with the original."""
 
-#: What makes torch.compile trace nn.LSTM and its like.
+#: The setting with which torch.compile traces nn.LSTM and its like.
 ALLOW_RNN = "torch._dynamo.config.allow_rnn = True before the first call makes torch.compile trace it"
 
 #: So many calls of a kind are watched one after the other, and then those whose number is a power of two.

@@ -356,7 +356,7 @@ class JoinGuard:
 
 
 _joins: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""What the last `Join` left in a DDP module: an object of its own."""
+"""The object that the last `Join` left in a DDP module."""
 _END_OF_JOIN = "_authoritative_rank"
 _JOIN = "under torch.distributed's Join a rank with fewer batches takes part in the collectives of DDP, but not in those of"
 _AFTER_JOIN = "state(model).step() on every rank after the Join, or use DelayedScaling(reduce_amax=False) and no monitor"

@@ -74,7 +74,7 @@ class CompiledGraph:
     summary: Summary | None = None
     """Set with `rewrite` where that came from a cache, else when it is first asked for."""
     cache: str = ""
-    """How AOTAutograd's cache was used: "hit", "miss", or "bypassed: ..." with the reason."""
+    """The use of AOTAutograd's cache: "hit", "miss", or "bypassed: ..." with the reason."""
     trace_again: Callable[[], bool] | None = None
     """Takes the snapshots of a graph that came from a cache; False where that is not possible any more."""
     forward: Snapshot | None = None

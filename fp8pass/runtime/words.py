@@ -33,7 +33,7 @@ _PURE = _names(
 )
 #: Builtin functions that read what is around them.
 _IMPURE = _names("__import__ open input eval exec compile globals locals vars dir id hash breakpoint")
-#: How torch's builtin functions begin that read settings, draw numbers or return what memory held.
+#: The beginnings of torch's builtin functions that read settings, draw numbers or return uninitialized memory.
 _IMPURE_OF_TORCH = ("_", "bernoulli", "empty", "get_", "is_", "multinomial", "normal", "poisson", "rand")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

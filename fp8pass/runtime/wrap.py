@@ -296,7 +296,7 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
 
 # -- modules of torch beside compiled ones: NOTE [a frame for torch's modules]
 
-#: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
+#: The attribute of nn.Module with the result of `compile()`; `__call__` calls it, and copies and pickles leave it out.
 CALL = "_compiled_call_impl"
 
 _lock = threading.Lock()

@@ -19,7 +19,7 @@ from lowering import update_scales
 from lowering.state import reference
 
 _SMALLEST = 64
-#: Of groups of tensors whose columns are kept: a model has a few that are read together.
+#: The number of groups of tensors whose columns are kept: a model has a few that are read together.
 _MAX_INDICES = 64
 #: Float32 entries in 16 bytes: CUDA graphs take a window for a static input only where its address is a multiple of that.
 ALIGNMENT = 4

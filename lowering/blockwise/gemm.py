@@ -127,7 +127,7 @@ def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
 
 DECISIONS: Decisions[Compute] = Decisions()
 
-#: Those that "auto" takes after a trial, in this order.
+#: The libraries that "auto" takes after a trial, in this order.
 LIBRARIES = {"deep_gemm": deep_gemm, "cublaslt": cublaslt}
 #: By name; more are added by files that know what this room does not.
 IMPLEMENTATIONS = {

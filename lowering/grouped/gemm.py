@@ -11,7 +11,7 @@ from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import refusal
 from lowering.trials import Decisions, layout_of, trusted
 
-#: Those that are taken after a trial, in this order.
+#: The libraries that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
 DECISIONS: Decisions[str] = Decisions()
 

@@ -321,7 +321,7 @@ def _padded_lines(x: torch.Tensor, pad_outer: bool) -> torch.Tensor:
 
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
-#: Of columnwise copies that are quantized from rows in groups.
+#: The granularities of columnwise copies that are quantized from rows in groups.
 _ALONG_TOKENS = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_1X32)
 
 

@@ -50,7 +50,7 @@ from lowering.triton.tile import (
 BLOCK_R = 64
 BLOCK_C = 128
 NUM_WARPS = 4
-#: Of a launch over matrices of any strides, whose addresses take the registers of half a tile.
+#: Warps of a launch over matrices of any strides, whose addresses take the registers of half a tile.
 NUM_WARPS_UNALIGNED = 8
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(13)

@@ -190,7 +190,7 @@ def _refusal(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> str | None:
     return refusal(Gemm(a, b, Granularity.ROW_WISE, Granularity.ROW_WISE, out), None)
 
 
-#: Of two FP8 dtypes and a float one: eager calls would wait for it.
+#: Refusals by two FP8 dtypes and a float one: eager calls would wait for it.
 _REFUSALS = {(a, b, out): _refusal(a, b, out) for a in FP8_MAX for b in FP8_MAX for out in HIGH_PRECISION_DTYPES}
 
 

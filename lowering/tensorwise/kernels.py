@@ -558,7 +558,7 @@ def _fill(
     return cast_matrix(x, scale, row, e5m2, with_amax, MATRIX_TILE)
 
 
-#: Of `transposed_copy`.
+#: Rows and columns of a tile of `transposed_copy`.
 COPY_SIDE = 128
 
 

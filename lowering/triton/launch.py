@@ -11,7 +11,7 @@ import torch
 
 from lowering.formats import E5M2, fp8_max
 
-#: Of matrices that are cast by whole tiles, in elements.
+#: The largest stride of matrices that are cast by whole tiles, in elements.
 MAX_STRIDE = 2**22
 
 

@@ -35,7 +35,7 @@ class Limits:
     """The warps of a GEMM's tile. One warp group multiplies it on SM90; elsewhere four warps would spill."""
 
 
-#: Of those that kernels are compiled for without a GPU.
+#: The limits of the GPUs that kernels are compiled for without one.
 BY_CAPABILITY = {
     (8, 9): Limits(99 * 1024, has_operands_in_registers=True),
     (9, 0): Limits(227 * 1024, warps_of_64_rows=4),

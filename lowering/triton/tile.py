@@ -10,7 +10,7 @@ from triton.runtime.jit import constexpr_function
 
 from lowering.formats import CONSTRAINTS, E4M3, E5M2, PACK, ptx_to_fp8
 
-#: What Triton calls the dtypes that can be quantized.
+#: Triton's names of the dtypes that can be quantized.
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 PTX_TO_E4M3 = tl.constexpr(ptx_to_fp8(E4M3))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = ("module", "role", "before", "after", "why")
-#: What makes a decision: in which format, or which kind of obstacle. Sizes and estimates in a reason's text do not.
+#: The parts of a decision: its format, or the kind of obstacle. Sizes and estimates in a reason's text do not.
 _DECISION = ("quantized", "recipe", "a_format", "b_format", "a_scaling", "b_scaling")
 _SHAPE = ("m", "n", "k", "groups")
-#: What `Inspection.decisions` gives.
+#: The result of `Inspection.decisions`.
 Decisions = Mapping[str, Any]
 
 

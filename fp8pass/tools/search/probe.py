@@ -40,9 +40,9 @@ Key = tuple[str, str]
 """Module and role."""
 #: The share of the loss that the step of gradient descent takes away to first order, after which effects of gradients are told.
 DESCENT = 0.01
-#: How often Dynamo may compile one function: a search compiles the model anew, and beyond the limit it would run eagerly.
+#: Dynamo's limit of compilations per function: a search compiles the model anew, and beyond the limit it would run eagerly.
 _COMPILATIONS = 1024
-#: How far parameters move for tangents, relative to their norm: further where they have fewer digits.
+#: The distance by which parameters move for tangents, relative to their norm: further where they have fewer digits.
 _MOVE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 #: Two runs of the step in high precision may differ by this share of the loss: atomics of a GPU.
 REPEATABLE = 1e-4

@@ -23,14 +23,14 @@ from lowering.triton.tile import one_per_thread
 
 #: Neighbouring tiles of the output run together in bands of this many tile rows, so that they share operands in L2.
 BAND = 8
-#: How many products the tensor cores of SM90 may add in their shorter accumulator before the sum moves to float32, where
-#: fast accumulation is not allowed: as in blockwise scaling.
+#: The products that the tensor cores of SM90 may add in their shorter accumulator before the sum moves to float32, where fast
+#: accumulation is not allowed: as in blockwise scaling.
 PRECISE_STEP = 128
 
 #: Programs that clear rows of no group; where there are none, they return.
 CLEARING_PROGRAMS = 256
 
-#: How an operand is scaled: per tensor or group, per line, per 1x128 block, per 128x128 block.
+#: The scales of an operand: per tensor or group, per line, per 1x128 block, per 128x128 block.
 TENSOR, LINE, BLOCK_1D, BLOCK_2D = (tl.constexpr(i) for i in range(4))
 _KINDS = {Granularity.TENSOR_WISE: 0, Granularity.ROW_WISE: 1, Granularity.BLOCK_1X128: 2, Granularity.BLOCK_128X128: 3}
 
