@@ -70,7 +70,7 @@ _GRADIENT_PAIRS = {
 #: torch's fast path for inference: operations that compute several GEMMs, and attention between them.
 _FAST_PATH = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
 #: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
-_WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
+_WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear", "trilinear"})
 
 
 def _name_of(node: fx.Node) -> str:
@@ -176,8 +176,9 @@ def has_fp8_counterpart(node: fx.Node) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two operands of a matmul, or () where a custom operation's are not clear, or an operation is several GEMMs."""
-    if is_fast_path(node):
+    """The two operands of a matmul, or () where a custom operation's are not clear, or an operation is several GEMMs or, as
+    nn.Bilinear's, has three operands."""
+    if is_fast_path(node) or node.target is aten._trilinear.default:
         return ()
     kind = kind_of(node)
     operation = operation_of(node)

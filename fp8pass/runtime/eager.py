@@ -53,6 +53,8 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAP = _OWN + os.path.join("runtime", "wrap.py")
 _RESUMES = "torch_dynamo_resume_in_"
 _KINDS = ("graph_break", "unimplemented")
+_CANNOT_RESUME = "step_unsupported"
+"""Dynamo's word for an obstacle behind which it cannot resume; what it met is among those that it counted."""
 
 _Key = tuple[str, str, int]
 """File, name and first line: what code that Dynamo changed has in common with the original."""
@@ -405,7 +407,8 @@ def note_graph(code: CodeType | None, reason: str | None) -> None:
     """Note that the backend got a graph of a frame. reason: why Dynamo ended it before its frame ends."""
     _in_thread.num_graphs = getattr(_in_thread, "num_graphs", 0) + 1
     if code is not None and reason is not None:
-        _breaks[_key(code)] = _first_lines(reason)
+        met = _met_since(_in_thread.before[1]) if _CANNOT_RESUME in reason and hasattr(_in_thread, "before") else ()
+        _breaks[_key(code)] = _first_lines(met[-1] if met else reason)
 
 
 def _begin_attempt(_: Any) -> None:
@@ -420,10 +423,14 @@ def _end_attempt(_: Any) -> None:
     code = _traced_code()
     if code is None or getattr(_in_thread, "num_graphs", 0) != num_graphs:
         return
-    new = [text for text, count in _counted().items() if count > counted.get(text, 0)]
-    if new:
+    if new := _met_since(counted):
         _left_eager.add(_key(code))
         _breaks[_key(code)] = _first_lines(new[0])
+
+
+def _met_since(before: Mapping[str, int]) -> list[str]:
+    """The obstacles that Dynamo met since these were counted."""
+    return [text for text, count in _counted().items() if count > before.get(text, 0)]
 
 
 def _counted() -> Mapping[str, int]:
@@ -446,7 +453,7 @@ def _first_lines(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     explanation = next((e.partition(":")[2].strip() for e in lines if e.startswith("Explanation:")), "")
     found = lines[0].removeprefix("Graph Break Reason:").strip() if lines else ""
-    if found == "step_unsupported":  # Dynamo's word for a break in a block that it cannot resume in
+    if found == _CANNOT_RESUME:
         found = "Dynamo cannot resume behind a break in a `try`, `with` or loop, nor trace a raised exception"
     found = (f"{found}: {explanation}" if explanation else found).rstrip(".")
     return f"{found}; {ALLOW_RNN}" if "RNN, GRU" in found else found

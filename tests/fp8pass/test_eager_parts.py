@@ -105,6 +105,15 @@ class Recurrent(Model):
         return self.head(self.lstm(self.block(x))[0])
 
 
+class RecurrentBehindUnpacking(Recurrent):
+    """Dynamo cannot resume behind the LSTM: its own word for it does not say what it met."""
+
+    def forward(self, x):
+        x = self.block(x)
+        rows, _ = x.shape
+        return self.head(self.lstm(x.reshape(rows, -1))[0])
+
+
 class Disabled(Model):
     @torch.compiler.disable
     def tail(self, x):
@@ -140,6 +149,7 @@ def said_in(compiled, num_steps=3):
 
 
 CASES = [(InLoop, "forward"), (InTry, "try"), (Caught, "graph break"), (InWith, "graph break"), (Recurrent, "allow_rnn")]
+CASES.append((RecurrentBehindUnpacking, "allow_rnn"))
 
 
 @pytest.mark.parametrize(("model", "reason"), CASES)

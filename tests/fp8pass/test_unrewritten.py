@@ -49,6 +49,28 @@ def test_custom_matmul_stays_with_a_reason():
     assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: this operation has no FP8 counterpart"
 
 
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Bilinear(32, 48, 16)
+
+    def forward(self, x, y):
+        return self.product(x, y)
+
+
+def test_a_bilinear_stays_with_a_reason():
+    """It multiplies three operands, each of which has a gradient."""
+    model = Bilinear()
+    x, y = torch.randn(24, 32, requires_grad=True), torch.randn(24, 48, requires_grad=True)
+    compiled = fp8_compile(model, backend="aot_eager", rules={"product": "delayed"})
+    assert compiled(x, y).equal(model(x, y))
+    gemms = inspect(compiled).gemms
+    assert {(g.module, g.m, g.reason) for g in gemms} == {
+        ("product", "?", "unsupported op: _trilinear: this operation has no FP8 counterpart")
+    }
+    assert [g.role for g in gemms] == ["output", *["grad_input"] * 3]
+
+
 def test_single_head_attention_stays_at_a_batch_of_one_as_at_any_other():
     compiled = fp8_compile(lambda x, y: x @ y.transpose(1, 2), backend="aot_eager")
     for batch in (1, 2):

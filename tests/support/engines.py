@@ -61,10 +61,19 @@ def _mixed(fused: str, shards: tuple[str, ...], in_fp8: dict[str, bool], tensors
         parts = [first.removesuffix(shards[0]) + shard for shard in shards]
         if len({in_fp8[part] for part in parts}) > 1:
             yield f"{fused}: some of {', '.join(parts)} are in FP8"
+        elif in_fp8[first] and len({_kind(tensors, part) for part in parts}) > 1:
+            yield f"{fused}: {', '.join(parts)} have several kinds of scales"
         elif in_fp8[first] and _is_blocked(tensors, first):
             rows = [tensors[f"{part}.weight"].shape[0] for part in parts[:-1]]
             if any(count % BLOCK for count in rows):
                 yield f"{fused}: blocks of {first} are not whole"
+
+
+def _kind(tensors: dict[str, torch.Tensor], module: str) -> tuple[torch.dtype, bool, bool, bool]:
+    """The kind of scales: their dtype, whether there is one, whether in blocks, and whether those of inputs are static."""
+    scale = tensors.get(f"{module}.weight_scale", tensors.get(f"{module}.weight_scale_inv"))
+    assert scale is not None
+    return scale.dtype, scale.numel() == 1, _is_blocked(tensors, module), f"{module}.input_scale" in tensors
 
 
 def _is_blocked(tensors: dict[str, torch.Tensor], module: str) -> bool:

@@ -16,7 +16,9 @@ from torch import nn
 
 import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
+from fp8pass.graph.origin import family
 from fp8pass.recipes import Granularity, Quantization
+from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.runtime.session import Part
 from fp8pass.schemes.eager import bytes_and_scales, quantize_weight
 from fp8pass.tools.export.formats import CheckpointFormat, ScaleKind, ScaleNames, StoredScheme, is_skipped, kind_of
@@ -112,6 +114,8 @@ class Contents:
     """Other names of written tensors -> the name on disk."""
     renamed: dict[str, Entry]
     """Scales on disk -> the entries that transformers reads in their place."""
+    unequal: list[str]
+    """Projections that engines fuse and that are not alike, which they do not read: a sentence each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +164,8 @@ def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat
     written = [Written(s.name, s.scheme.kind.value, s.weight.recipe.name, tuple(s.parameter.shape)) for s in stored.values()]
     on_disk = {name: stored[first].pieces[0].name if first in stored else first for name, first in tied.items()}
     renamed = dict(_renamed(stored.values(), fmt)) if is_pretrained(model) else {}
-    return Contents(planned, config, written, kept, on_disk, renamed)
+    unequal = _unequal_projections(written, kept) if is_pretrained(model) else []
+    return Contents(planned, config, written, kept, on_disk, renamed, unequal)
 
 
 def _summary(kept: Mapping[str, str]) -> str:
@@ -306,6 +311,33 @@ def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], convert
         shapes = {n: torch.empty(weights[n].shape, dtype=weights[n].dtype, device="meta") for n in group}
         names.update(_module(n) for n in (*group, *to_disk(model, shapes)))
     return sorted(name for name in names if name and name not in converted)
+
+
+def _unequal_projections(written: Iterable[Written], kept: Iterable[str]) -> list[str]:
+    """Sentences on the projections of one layer that engines fuse, where they raise an error: `_match_fused_layer` in vLLM 0.33
+    (quantization/compressed_tensors/utils.py), `is_layer_skipped` (utils/quant_utils.py), `validate_fp8_block_shape`."""
+    scales = {w.name: w.scales for w in written} | dict.fromkeys(kept, "high precision")
+    rows = {w.name: w.shape[0] for w in written}
+    groups: dict[Siblings, dict[str, str]] = {}
+    for name in scales:
+        if name.endswith(".weight") and (place := place_of(_module(name))) is not None:
+            groups.setdefault(place[0], {})[place[1]] = name
+    found: Counter[str] = Counter()
+    for (before, behind, _), members in groups.items():
+        held = {short: scales[name] for short, name in members.items()}
+        text = ""
+        if len(set(held.values())) > 1:
+            text = ", ".join(f"{short}: {how}" for short, how in held.items())
+        elif ScaleKind.BLOCK.value in held.values():
+            parts = {short: rows[name] for short, name in list(members.items())[:-1]}
+            text = ", ".join(f"{short} has {n} rows, not whole blocks" for short, n in parts.items() if n % BLOCK)
+        if text:
+            found[f"{family(before + '{' + ','.join(held) + '}' + behind)} ({text})"] += 1
+    return [
+        f"{where}{f' (x{count})' if count > 1 else ''}: engines fuse these projections, and raise an error unless all have one"
+        f" kind of scales, in whole blocks, or all high precision. Decide them together by rules"
+        for where, count in found.items()
+    ]
 
 
 # -- layers

@@ -108,7 +108,10 @@ def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Cont
         if clock.is_step_due(trains=True) or clock.is_step_due_at_graph(trains=True):
             part.session.end_step()
     with torch.no_grad():
-        return plan_contents(parts, model, fmt)
+        contents = plan_contents(parts, model, fmt)
+    if contents.unequal and is_first_rank():
+        tell(". ".join(contents.unequal), Fp8Warning, strict=False)
+    return contents
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -193,7 +196,7 @@ def _write_on_one(
             progress.advance(task, layer.num_bytes)
 
         names = write_files(path, files, config, contents.tied, contents.renamed, gather, advance)
-    remarks += _for_loaders(model, contents)
+    remarks += [*_for_loaders(model, contents), *contents.unequal]
     if (text := _mixed_groups(model, contents.config)) is not None:
         remarks.append(text)
         tell(text, Fp8Warning, strict=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import export_fp8, fp8_compile
+from fp8pass import export_fp8, fp8_compile, state_dict_fp8
 from fp8pass.errors import Fp8Warning
 from tests.support import engines, exports
 from tests.support.cases import rest
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:(torch|transformers|compressed_tensors|peft)"),
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*groups of weights:fp8pass.errors.Fp8Warning"),
+    pytest.mark.filterwarnings("ignore:.*engines fuse these:fp8pass.errors.Fp8Warning"),
 ]
 
 
@@ -240,6 +241,31 @@ def test_a_head_that_engines_do_not_read_is_said(recipe, fmt, count, tmp_path):
     assert sum(remark.startswith("lm_head is in FP8") for remark in report.remarks) == count
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert fmt == "fp8" or config["config_groups"]["group_0"]["targets"] == ["lm_head", "Linear"]
+
+
+#: Recipe, rules, sizes, and what is said of the projections that engines fuse: nothing where they are alike.
+UNEQUAL = {
+    "one in high precision": ("rowwise", {"*.q_proj": None}, {}, "self_attn.{k_proj,v_proj,q_proj}"),
+    "one with other scales": ("rowwise", {"*.up_proj": "current"}, {}, "mlp.{gate_proj,up_proj}"),
+    "one with static scales": ("current", {"*.v_proj": "delayed"}, {}, "self_attn.{q_proj,k_proj,v_proj}"),
+    "blocks": ("blockwise", {}, {"intermediate_size": 200}, "gate_proj has 200 rows"),
+    "all by a rule": ("rowwise", {"*.[qkv]_proj": "current", "*.mlp.*": None}, {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_projections_that_engines_fuse_and_that_are_not_alike_are_said(case, tmp_path, recwarn):
+    """By the report and a warning, for what `engines.obstacles` finds in the folder."""
+    recipe, rules, sizes, text = UNEQUAL[case]
+    compiled = exports.run(llama(**sizes), recipe, rules=rules)
+    report = export_fp8(compiled, tmp_path)
+    found = [remark for remark in report.remarks if "engines fuse these projections" in remark]
+    assert len(found) == bool(text) == bool(list(engines.obstacles(tmp_path)))
+    assert all(text in remark for remark in found)
+    told = [str(w.message) for w in recwarn if "engines fuse these projections" in str(w.message)]
+    assert told == found
+    next(state_dict_fp8(compiled))
+    assert len([w for w in recwarn if "engines fuse these projections" in str(w.message)]) == 2 * len(found)
 
 
 def test_inputs_that_loaders_cannot_divide_into_blocks(tmp_path):
