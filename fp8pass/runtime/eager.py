@@ -407,8 +407,11 @@ def note_graph(code: CodeType | None, reason: str | None) -> None:
     """Note that the backend got a graph of a frame. reason: why Dynamo ended it before its frame ends."""
     _in_thread.num_graphs = getattr(_in_thread, "num_graphs", 0) + 1
     if code is not None and reason is not None:
-        met = _met_since(_in_thread.before[1]) if _CANNOT_RESUME in reason and hasattr(_in_thread, "before") else ()
-        _breaks[_key(code)] = _first_lines(met[-1] if met else reason)
+        text = _first_lines(reason)
+        if _CANNOT_RESUME in reason and (met := _met_since(getattr(_in_thread, "before", (0, _counted()))[1])):
+            text = _first_lines(met[-1])
+            text = text if ALLOW_RNN in text else f"{text}; Dynamo cannot resume behind it, as in a `try`, `with` or loop"
+        _breaks[_key(code)] = text
 
 
 def _begin_attempt(_: Any) -> None:

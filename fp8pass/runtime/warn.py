@@ -12,7 +12,7 @@ import functools
 import glob
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -26,7 +26,7 @@ from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, SAVED, Rule, Rules
-from fp8pass.runtime.eager import ALLOW_RNN, EagerRun, is_at_limit, left_eager, limit_reason, stance
+from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
 from fp8pass.runtime.recompute import hook_backward
 from fp8pass.runtime.records import gemms_of_session, saved_of_session
 from fp8pass.runtime.session import Session
@@ -176,21 +176,20 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
         f" eagerly, in high precision, while the rest is compiled: {texts}. print(fp8pass.inspect(model)) has them;"
-        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module){_other_causes(root, runs, texts)}",
+        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module){_hooks_of_fsdp(root)}",
         Fp8FallbackWarning,
         strict=session.options.strict,
     )
 
 
-def _other_causes(root: nn.Module | None, runs: Mapping[str, EagerRun], told: str) -> str:
-    """The causes that Dynamo's reasons do not name: a recurrent module, and the hooks of FSDP2."""
-    texts = [] if ALLOW_RNN in told else [f"{p} breaks the graph: {r.reason.detail}" for p, r in runs.items() if not r.is_gemm]
-    if root is not None and fsdp.of_model(root):
-        texts.append(
-            "fully_shard breaks the graph around every module that it wraps: to compile a layer between them, such as the head,"
-            " make it part of a class of your own and wrap that, too"
-        )
-    return "".join(f". {text}" for text in texts)
+def _hooks_of_fsdp(root: nn.Module | None) -> str:
+    """The advice for a model under FSDP2, whose hooks are most often the cause; empty for any other model."""
+    if root is None or not fsdp.of_model(root):
+        return ""
+    return (
+        ". fully_shard breaks the graph around every module that it wraps: to compile a layer between them, such as the head,"
+        " make it part of a class of your own and wrap that, too"
+    )
 
 
 def _tell_of_call(session: Session) -> None:

@@ -431,22 +431,6 @@ def test_a_dispatch_mode_is_the_cause():
         compiled(x())
 
 
-class Unpacked(Recurrent):
-    """Dynamo names another cause for this break."""
-
-    def forward(self, x):
-        x = self.block(x)[None]
-        batch, length, width = x.shape
-        x = x.reshape(batch, length, width)
-        return self.head(x + self.lstm(x)[0])
-
-
-def test_a_recurrent_module_is_the_cause_that_dynamo_does_not_name():
-    (text,) = said_in(make(Unpacked()))
-    assert "head (graph break: " in text
-    assert ". lstm breaks the graph: nn.LSTM is not traced: torch._dynamo.config.allow_rnn" in text
-
-
 def test_a_recurrent_model_names_the_setting():
     compiled = make(nn.Sequential(nn.LSTM(64, 64)))
     with pytest.warns(Fp8FallbackWarning, match=r"nn\.LSTM.*allow_rnn = True"):
