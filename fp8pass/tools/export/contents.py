@@ -314,8 +314,8 @@ def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], convert
 
 
 def _unequal_projections(written: Iterable[Written], kept: Iterable[str]) -> list[str]:
-    """Sentences on the projections of one layer that engines fuse, where they raise an error: `_match_fused_layer` in vLLM 0.33
-    (quantization/compressed_tensors/utils.py), `is_layer_skipped` (utils/quant_utils.py), `validate_fp8_block_shape`."""
+    """Sentences on the projections of one layer that engines fuse and refuse: `_match_fused_layer`, `is_layer_skipped` and
+    `validate_fp8_block_shape` in vLLM 0.33."""
     scales = {w.name: w.scales for w in written} | dict.fromkeys(kept, "high precision")
     rows = {w.name: w.shape[0] for w in written}
     groups: dict[Siblings, dict[str, str]] = {}
