@@ -194,7 +194,7 @@ class Backend:
         else:
             entries = contextlib.nullcontext()
         with entries:
-            function = cache.compiled(graph, module, key, lambda: way(module, examples, joint_pass, key))
+            function = cache.compiled(graph, module, key, functools.partial(way, module, examples, joint_pass))
         later = generates_code and graph.cache == cache.HIT and graph.trains
         return refusing_batches_later(function) if later else function
 

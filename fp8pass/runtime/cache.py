@@ -4,7 +4,8 @@ NOTE [a warm start] A hit skips tracing, rewriting and partitioning, so the reco
 read, travels inside torch's entry: as an attribute of its metadata, which AOTAutograd pickles whole. Unpickled, it tells the
 compilation under way that it is there. The record has the key that it was made for (`cache_key.py`), which is also an attribute
 of the graph and so a part of torch's own key: an entry whose record is missing, damaged or made for another key is not used,
-and the graph is compiled without the cache. Graphs are not in the record; they are traced again when someone asks for them.
+and the graph gets another one under a second key. Graphs are not in the record; they are traced again when someone asks for
+them.
 """
 
 from __future__ import annotations
@@ -166,31 +167,37 @@ def remember(key: str | None, graph: CompiledGraph, needed: Needed) -> None:
 
 
 def compiled(
-    graph: CompiledGraph, module: fx.GraphModule, key: str, compile_inner: Callable[[], Callable[..., Any]]
+    graph: CompiledGraph, module: fx.GraphModule, key: str, compile_inner: Callable[[str], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs, or take it from AOTAutograd's cache: `graph.cache` says which.
 
-    graph: the record, which a miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles.
+    graph: the record, which a miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles
+    for a key. An entry that is damaged stays where it is, so the graph has a second key.
     """
     off = is_off()
     if off is not None:
         graph.cache = f"bypassed: {off}"
-        return compile_inner()
-    setattr(module, _ATTRIBUTE, key)
-    num_bypassed = counters["aot_autograd"]["autograd_cache_bypass"]
-    with _arrivals() as arrived:
-        function = compile_inner()
-    if graph.rewrite is not None:
-        is_bypassed = counters["aot_autograd"]["autograd_cache_bypass"] > num_bypassed
-        graph.cache = f"bypassed: {_why_bypassed(module)}" if is_bypassed else "miss"
-        return function
-    record = next((record for record in reversed(arrived) if record.key == key), None)
-    if record is not None and not record.obstacle:
-        return _restored(graph, record, function)
-    why = "its entry has no complete record of the rewrite" if record is None else record.obstacle
+        return compile_inner(key)
+    why = "its entries are damaged"
+    for tried in (key, f"{key} again"):
+        setattr(module, _ATTRIBUTE, tried)
+        num_bypassed = counters["aot_autograd"]["autograd_cache_bypass"]
+        with _arrivals() as arrived:
+            function = compile_inner(tried)
+        if graph.rewrite is not None:
+            is_bypassed = counters["aot_autograd"]["autograd_cache_bypass"] > num_bypassed
+            graph.cache = f"bypassed: {_why_bypassed(module)}" if is_bypassed else "miss"
+            return function
+        record = next((record for record in reversed(arrived) if record.key == tried), None)
+        if record is not None and not record.obstacle:
+            return _restored(graph, record, function)
+        if record is not None:
+            why = record.obstacle
+            break
+        log.warning("%s: its entry in AOTAutograd's cache has no complete record of the rewrite, and is not used", graph.name)
     log.warning("%s was found in AOTAutograd's cache and is compiled without it: %s", graph.name, why)
     with without():
-        function = compile_inner()
+        function = compile_inner(key)
     graph.cache = f"bypassed: {why}"
     return function
 

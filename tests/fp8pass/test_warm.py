@@ -137,13 +137,35 @@ def test_a_damaged_entry_is_a_miss(spoil):
         assert all(map(torch.equal, first, second))
 
 
-def test_a_record_that_is_damaged_or_for_another_key_is_not_used(monkeypatch, caplog):
+def test_a_damaged_record_is_a_miss_with_one_line_in_the_log_and_the_next_start_hits(caplog):
     _, first = start("current", steps=1)
-    arrive = cache._arrive
-    for wrong in (lambda k, c, o, d: arrive("other", c, o, d), lambda k, c, o, d: arrive(k, c[:-1], o, d)):
-        monkeypatch.setattr(cache, "_arrive", wrong)
+    for path in entries():
+        content = path.read_bytes()
+        assert b"fp8pass.rewrite.runner" in content
+        path.write_bytes(content.replace(b"fp8pass.rewrite.runner", b"fp8pass.rewrite.runneR"))
+    for use in ("miss", "hit"):
+        caplog.clear()
         again, second = start("current", steps=1)
-        assert inspect(again).cache == {"graph_0": "bypassed: its entry has no complete record of the rewrite"}
+        assert inspect(again).cache == {"graph_0": use}
+        assert all(map(torch.equal, first, second))
+        assert [r.message for r in caplog.records if r.name.startswith("fp8pass")] == [
+            "graph_0: its entry in AOTAutograd's cache has no complete record of the rewrite, and is not used"
+        ]
+
+
+_arrive = cache._arrive
+
+
+def arrive_for_another_key(key, *others):
+    return _arrive("other", *others)
+
+
+def test_a_record_for_another_key_is_not_used(monkeypatch, caplog):
+    _, first = start("current", steps=1)
+    monkeypatch.setattr(cache, "_arrive", arrive_for_another_key)
+    for use in ("miss", "bypassed: its entries are damaged"):
+        again, second = start("current", steps=1)
+        assert inspect(again).cache == {"graph_0": use}
         assert all(map(torch.equal, first, second))
         assert len(inspect(again).gemms) == 5
     assert [r.message for r in caplog.records if "compiled without it" in r.message]
