@@ -22,7 +22,9 @@ from fp8pass.api import parts_of
 from fp8pass.runtime.session import Session, end_steps
 from lowering import update_scales
 from lowering.blockwise import gemm
+from lowering.grouped import gemm as grouped_gemm
 from lowering.hardware import triton_available
+from lowering.mxfp8 import gemm as mx_gemm
 
 _ROUNDS = 15
 _NOTHING = "nothing"
@@ -31,7 +33,7 @@ _NOTHING = "nothing"
 CALL_GOAL_US, _STATE_GOAL_US, _MANY_GOAL_US, _TRAINING_GOAL_US, _BOUNDARY_GOAL_US = 8.0, 15.0, 25.0, 40.0, 2000.0
 _MANY = 1000
 _NUM_BLOCKS = (1, 16, 64)
-#: Of a blockwise GEMM, over an operation in Python that computes nothing; of a per-tensor one, over torch's.
+#: Of a blockwise GEMM, over an operation in Python that computes nothing; of others, over torch's per-tensor one.
 _DECISION_GOAL_US = 5.0
 
 
@@ -240,23 +242,50 @@ def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
         del gemm.IMPLEMENTATIONS[_NOTHING]
 
 
-def _per_tensor(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """The cost of the checks before torch's per-tensor GEMM, which computes nothing here."""
+def _other_gemms(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """The cost of the checks before other GEMMs, which compute nothing here."""
     if not triton_available():
         return
     from lowering import tensor_cores
 
-    a, b = (torch.randn(n, 32, device=device).to(torch.float8_e4m3fn) for n in (16, 32))
-    one, bias = torch.ones((), device=device), torch.randn(32, device=device).bfloat16()
-    with mock.patch.object(torch, "_scaled_mm", lambda a, *operands, **options: a):
-        for suffix, given in (("", None), (" with a bias", bias)):
-            plain, name = f"torch._scaled_mm{suffix}, without a computation", f"per-tensor GEMM{suffix}, decision"
-            functions = {
-                plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, bias=given, out_dtype=torch.bfloat16),
-                name: functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, given, out_dtype=torch.bfloat16),
-            }
-            bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
-            yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
+    (a, b), (line_a, line_b) = _fp8(device, (16, 32), (32, 32)), (torch.ones(n, 1, device=device) for n in (16, 32))
+    experts, bias = _fp8(device, (2, 32, 32))[0], torch.randn(32, device=device).bfloat16()
+    one, ends = torch.ones((), device=device), torch.tensor([8, 16], dtype=torch.int32, device=device)
+    to_bf16 = {"out_dtype": torch.bfloat16}
+    plain = "torch._scaled_mm, without a computation"
+
+    def nothing(a: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        return a
+
+    with (
+        mock.patch.object(torch, "_scaled_mm", nothing),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(mx_gemm, "decided", return_value=nothing),
+        mock.patch.object(grouped_gemm, "decided", return_value="triton"),
+        mock.patch.object(grouped_gemm, "computed_by", new=_first_operand),
+    ):
+        functions = {
+            plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, **to_bf16),
+            "per-tensor GEMM": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, **to_bf16),
+            "per-tensor GEMM with a bias": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, bias, **to_bf16),
+            "rowwise GEMM": functools.partial(
+                tensor_cores.scaled_mm_rowwise, a, b.t(), line_a, line_b, **to_bf16, fast_accum=True
+            ),
+            "MXFP8 GEMM": functools.partial(mx_gemm.scaled_mm_mxfp8, a, b.t(), line_a, line_b, **to_bf16),
+            "grouped GEMM": functools.partial(grouped_gemm.scaled_grouped_mm, a, experts.mT, one, one, ends, **to_bf16),
+        }
+        functions = {name if name == plain else f"{name}, decision": each for name, each in functions.items()}
+        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), "other GEMMs: nothing is computed")
+        yield from _compared(functions, repeat, bench, dict.fromkeys(set(functions) - {plain}, _DECISION_GOAL_US), plain)
+
+
+def _first_operand(name: str, given: grouped_gemm.GroupedGemm) -> torch.Tensor:
+    return given.a
+
+
+def _fp8(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in shapes]
 
 
 def _boundary(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
@@ -293,7 +322,7 @@ def run(bench: Bench) -> Iterator[Row]:
     yield from _empty_calls(device, repeat, bench)
     yield from _fp8_calls(device, repeat, bench)
     yield from _decisions(device, repeat, bench)
-    yield from _per_tensor(device, repeat, bench)
+    yield from _other_gemms(device, repeat, bench)
     yield from _boundary(device, max(5, repeat // 50), bench)
     yield from _block_boundaries(device, max(3, repeat // 100), bench)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from benchmarks.models import LlamaBlock as Block
 from fp8pass.__main__ import main
 from fp8pass.cost import B200, H200, CastShape, Device, GemmShape, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
@@ -20,6 +21,7 @@ from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools.estimation import repeats, tracing
 from fp8pass.tools.estimation.repeats import copies_of, kept_positions
 from fp8pass.tools.estimation.report import GemmEstimate, RecipeEstimate
+from lowering import hardware
 from tests.support.models import BrokenBlock, LlamaBlock, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
@@ -244,6 +246,30 @@ def test_min_speedup_and_the_rules_that_do_the_same():
     assert "min_speedup=1.0" in found.call
     ruled = fp8pass.estimate(model, x, y, recipe="current", rules=one.rules).recipes["current"]
     assert ruled.speedup == pytest.approx(one.best_speedup)
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "loses"),
+    [
+        ("h100", (12, 6), True),
+        ("h100", (12, 8), True),
+        ("h100", (13, 0), False),
+        ("b200", (13, 0), False),
+        ("rtx4090", (13, 0), True),
+        ("rtx5090", (13, 0), False),
+    ],
+)
+def test_no_rowwise_gemm_that_is_let_through_is_slower_than_bf16(device, cuda, loses, monkeypatch):
+    """Of an 8B block: where scales of rows are applied to a float32 result, GEMMs with few operations per element lose."""
+    monkeypatch.setattr(hardware, "cuda_version", lambda: cuda)
+    x = torch.empty(1, 16384, 4096, dtype=torch.bfloat16, requires_grad=True, device="meta")
+    block = on_meta(Block, 4096, 14336, 32, 8)
+    found = fp8pass.estimate(block, x, device=device, recipe="rowwise").recipes["rowwise"]
+    let_through = [g.expected.speedup for g in found.chosen if g.record.quantized]
+    assert min(let_through) >= 1
+    slower = {(g.record.module, g.record.role) for g in found.gemms if g.expected.speedup < 1}
+    assert slower == ({("wk", "grad_input"), ("wv", "grad_input")} if loses else set())
+    assert len(let_through) == len(found.gemms) - len(slower) == 21 - len(slower)
 
 
 @pytest.mark.parametrize(
