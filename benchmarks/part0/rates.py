@@ -241,6 +241,6 @@ def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dty
     if how == "reference":
         call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], **vars(given))
     else:
-        call = functools.partial(grouped_gemm.computed_by, how, given)
+        call = functools.partial(grouped_gemm.prepared(how, given), a8, b8, *scales, offs, None)
     gate = within(_expert_error(call(), a8, b8, offs), FAST_ERROR if fast else GEMM_ERROR)
     return _rate(call, _expert_flops(sizes), on) | gate

@@ -90,7 +90,7 @@ def chosen(gemm: BlockwiseGemm) -> str:
 def _by_triton(gemm: BlockwiseGemm) -> Compute:
     from lowering.blockwise import kernels  # imports Triton
 
-    return as_told(kernels.scaled_mm_blockwise)(gemm)
+    return kernels.prepare(gemm)
 
 
 def _require_triton(gemm: BlockwiseGemm) -> None:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from lowering.blockwise import reference
-from lowering.blockwise.reference import BlockwiseGemm, empty_scales
+from lowering.blockwise.reference import BlockwiseGemm, Compute, empty_scales
 from lowering.copies import CastOptions, by_output, empty_copy, is_column_major
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
 from lowering.triton import limits
@@ -498,25 +498,41 @@ def scaled_mm_blockwise_kernel(
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(offsets_m < m)[:, None] & (offsets_n < n)[None, :])
 
 
-def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
-    """See `reference.scaled_mm_blockwise`. Any M, N and K; rows of 16 bytes are what makes it fast."""
-    a, b, (m, n, k) = gemm.a, gemm.b, gemm.sizes
+def prepare(gemm: BlockwiseGemm) -> Compute:
+    """The function that computes `reference.scaled_mm_blockwise` of operands which differ from these in their values alone. Any
+    M, N and K; rows of 16 bytes are what makes it fast."""
+    a, b, (m, n, k), out_dtype = gemm.a, gemm.b, gemm.sizes, gemm.out_dtype
     if (k > 1 and a.stride(1) != 1) or (k > 1 and b.stride(0) != 1):
         raise ValueError(
             f"strides of a are {a.stride()} and of b {b.stride()}; FP8 tensor cores take a row-major and b column-major"
         )
-    out = torch.empty((m, n), dtype=gemm.out_dtype, device=a.device)
-    if out.numel() == 0:
-        return out
-    options = limits.tile_of_gemm(m, limits.of_device(a.device))
-    bias = None if gemm.bias is None else gemm.bias.contiguous()
     of_a, of_b = gemm.granularities
-    with on_device(a):
-        scaled_mm_blockwise_kernel[(cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"]),)](
-            a, b, gemm.scale_inv_a, gemm.scale_inv_b, bias, out, m, n, k, a.stride(0), b.stride(1),
-            gemm.scale_inv_a.stride(0), gemm.scale_inv_b.stride(0),
-            BLOCK_DIMS_A=2 if of_a == Granularity.BLOCK_128X128 else 1,
-            BLOCK_DIMS_B=2 if of_b == Granularity.BLOCK_128X128 else 1, HAS_BIAS=bias is not None,
-            EVEN_K=k % BLOCK == 0, BLOCK_K=BLOCK, GROUP_M=GROUP_M, **options,
-        )  # fmt: skip
-    return out
+    tile = limits.tile_of_gemm(m, limits.of_device(a.device))
+    sizes = m, n, k, a.stride(0), b.stride(1), gemm.scale_inv_a.stride(0), gemm.scale_inv_b.stride(0)
+    flags: dict[str, Any] = {
+        "BLOCK_DIMS_A": 2 if of_a == Granularity.BLOCK_128X128 else 1,
+        "BLOCK_DIMS_B": 2 if of_b == Granularity.BLOCK_128X128 else 1,
+        "HAS_BIAS": gemm.bias is not None,
+        "EVEN_K": k % BLOCK == 0,
+        "BLOCK_K": BLOCK,
+        "GROUP_M": GROUP_M,
+        **tile,
+    }
+    grid = (cdiv(m, tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"]),)
+
+    def compute(
+        a: torch.Tensor, b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+        if m and n:
+            bias = None if bias is None else bias.contiguous()
+            with on_device(a):
+                scaled_mm_blockwise_kernel[grid](a, b, scale_inv_a, scale_inv_b, bias, out, *sizes, **flags)
+        return out
+
+    return compute
+
+
+def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+    """The product of these operands."""
+    return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,30 +14,45 @@ from lowering.trials import Decisions, layout_of, trusted
 
 #: The libraries that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
-DECISIONS: Decisions[str] = Decisions()
+Compute = Callable[..., torch.Tensor]
+"""a, b, their scales, the ends of groups and the bias -> the product."""
+
+DECISIONS: Decisions[tuple[str, Compute]] = Decisions()
+"""NOTE [one decision] in `lowering/blockwise/gemm.py`: who computes, and how."""
 
 
-def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """`reference.scaled_grouped_mm`, by what the device has."""
-    given = GroupedGemm(*operands, **options)
-    if not given.a.is_cuda:
+    operands = a, b, scale_inv_a, scale_inv_b, offs, bias
+    if not a.is_cuda:
         return reference.scaled_grouped_mm(*operands, **options)
-    key = (given.a.device, *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in vars(given).values()))
-    name = DECISIONS.kept(key)
-    if name is None:
-        name = decided(given)
-        DECISIONS.keep(key, name, given.a)
+    key = (a.device, *(None if x is None else layout_of(x) for x in operands), *options.items())
+    made = DECISIONS.kept(key)
+    if made is None:
+        made = decided(GroupedGemm(*operands, **options))
+        DECISIONS.keep(key, made, a)
+    name, compute = made
     if name == "deep_gemm" and deep_gemm.alignment_refusal() is not None:  # which users may change
-        name = chosen(given)
-    return computed_by(name, given)
+        given = GroupedGemm(*operands, **options)
+        compute = prepared(chosen(given), given)
+    return compute(*operands)
 
 
-def decided(given: GroupedGemm) -> str:
-    """The choice for operands like these, as NOTE [one decision] in `lowering/blockwise/gemm.py` says."""
+def decided(given: GroupedGemm) -> tuple[str, Compute]:
+    """The choice for operands like these; raises where a GPU has none."""
     reason = refusal(given.gemm, given.a.device)
     if reason is not None:
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
-    return chosen(given)
+    name = chosen(given)
+    return name, prepared(name, given)
 
 
 def chosen(given: GroupedGemm) -> str:
@@ -44,11 +60,20 @@ def chosen(given: GroupedGemm) -> str:
     return trusted(LIBRARIES, given) or "triton"
 
 
-def computed_by(name: str, given: GroupedGemm) -> torch.Tensor:
-    """The product, by a library that does not refuse it, or by Triton."""
+def prepared(name: str, given: GroupedGemm) -> Compute:
+    """The function that computes products which differ from this one in their values alone, by Triton, or by a library that
+    does not refuse them."""
     from lowering.grouped.kernels import gemm as kernel  # imports Triton
 
     if name == "triton":
-        return kernel.scaled_grouped_mm(given)
-    out = LIBRARIES[name].scaled_grouped_mm(given)
-    return kernel.clear_rows_of_no_group(out, given.offs) if given.offs is not None and given.has_rows else out
+        return kernel.prepare(given)
+    multiply, clears = LIBRARIES[name].scaled_grouped_mm, given.offs is not None and given.has_rows
+    options: dict[str, Any] = {
+        each: getattr(given, each) for each in ("granularity_a", "granularity_b", "out_dtype", "fast_accum")
+    }
+
+    def compute(*operands: Any) -> torch.Tensor:
+        out: torch.Tensor = multiply(GroupedGemm(*operands, **options))
+        return kernel.clear_rows_of_no_group(out, operands[4]) if clears else out
+
+    return compute

@@ -11,6 +11,8 @@ import lowering
 from lowering import hardware, ops, tensor_cores
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped import gemm as grouped_gemm
+from lowering.grouped import reference as groups
 from lowering.mxfp8 import gemm as mx_gemm
 from lowering.mxfp8 import reference as mx
 from lowering.rowwise import reference as rows
@@ -213,6 +215,35 @@ def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
         scale = next(name for name in other if name.startswith("scale"))
         assert right(other | {scale: other[scale].clone()})
         assert right(usual)
+        assert len(found) == i
+
+
+def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):
+    """And the function that is kept holds no tensor: others of equal layouts have products of their own."""
+    found = []
+
+    def decided(given):
+        found.append(given)
+        how = {name: getattr(given, name) for name in ("out_dtype", "fast_accum")}
+        return "triton", lambda *operands: groups.scaled_grouped_mm(*operands, **how)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(grouped_gemm, "decided", decided)
+    monkeypatch.setattr(grouped_gemm, "DECISIONS", Decisions())
+
+    def operands(rows=16, k=K):
+        ends, scales = torch.tensor([4, 16], dtype=torch.int32), (torch.rand(()), torch.rand(2))
+        return torch.randn(rows, k).to(E4M3), torch.randn(2, N, k).to(E4M3).mT, *scales, ends
+
+    usual = operands()
+    wide = torch.zeros(16, K + 64, dtype=torch.uint8).view(E4M3)[:, :K]
+    others = [(operands(20), {}), (operands(k=K + 64), {}), ((wide, *usual[1:]), {}), (usual, {"out_dtype": torch.float32})]
+    others += [(usual, {"fast_accum": True}), ((*usual, torch.rand(2, N)), {})]
+    for i, (given, options) in enumerate([(usual, {}), *others], 1):
+        for each in (given, usual if i == 1 else given):
+            assert grouped_gemm.scaled_grouped_mm(*each, **options).equal(groups.scaled_grouped_mm(*each, **options))
+        assert grouped_gemm.scaled_grouped_mm(*operands()).shape == (16, N)
         assert len(found) == i
 
 

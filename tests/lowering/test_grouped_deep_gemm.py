@@ -153,13 +153,17 @@ def test_who_computes_it_and_what_is_said_of_it(library, monkeypatch):
     assert libraries_of(gemm.LIBRARIES) == {}
 
 
+def computed_by(name, given):
+    return gemm.prepared(name, given)(given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.offs, given.bias)
+
+
 def test_rows_of_no_group_become_zeros(library, monkeypatch):
     from lowering.grouped.kernels import gemm as kernel
 
     cleared = []
     monkeypatch.setattr(kernel, "clear_rows_of_no_group", lambda out, offs: cleared.append(offs) or out)
     given = asked()
-    gemm.computed_by("deep_gemm", given)
+    computed_by("deep_gemm", given)
     assert [offs is given.offs for offs in cleared] == [True]
-    gemm.computed_by("deep_gemm", ACCEPTED["stacks"]())
+    computed_by("deep_gemm", ACCEPTED["stacks"]())
     assert len(cleared) == 1, "stacks have none"

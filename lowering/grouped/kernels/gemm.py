@@ -10,6 +10,9 @@ Scales per block accumulate as in `lowering/blockwise/kernels.py`; all others mu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +29,11 @@ BAND = 8
 #: The products that the tensor cores of SM90 may add in their shorter accumulator before the sum moves to float32, where fast
 #: accumulation is not allowed: as in blockwise scaling.
 PRECISE_STEP = 128
+
+Compute = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]
+"""a, b, their scales, the ends of groups and the bias -> the product."""
 
 #: Programs that clear rows of no group; where there are none, they return.
 CLEARING_PROGRAMS = 256
@@ -247,53 +255,71 @@ def clear_rows_of_no_group(out: torch.Tensor, offs: torch.Tensor) -> torch.Tenso
     return out
 
 
-def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
-    """See `reference.scaled_grouped_mm`. Any sizes; operands whose lines do not begin at multiples of 16 bytes are copied."""
+def prepare(given: GroupedGemm) -> Compute:
+    """The function that computes `reference.scaled_grouped_mm` of operands which differ from these in their values alone. Any
+    sizes; operands whose lines do not begin at multiples of 16 bytes are copied."""
     a, b = _lines(given.a), _lines(given.b.mT).mT
-    scale_inv_a, scale_inv_b, offs, bias = given.scale_inv_a, given.scale_inv_b, given.offs, given.bias
+    is_ready = _has_lines(given.a), _has_lines(given.b.mT)
+    has_offs, has_bias = given.offs is not None, given.bias is not None
     num_groups, k, n = given.num_groups, a.shape[-1], b.shape[-1]
-    has_rows, kinds = given.has_rows, given.granularities
-    out = torch.empty(given.shape, dtype=given.out_dtype, device=a.device)
-    if out.numel() == 0:
-        return out
+    has_rows, kinds, shape, out_dtype = given.has_rows, given.granularities, given.shape, given.out_dtype
     rows = a.shape[0] // num_groups if has_rows else a.shape[-2]
     # A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
     # (`python -m benchmarks.gemm_steps`). Its registers hold one sum: the tensor cores add over all of k.
     is_wide = given.fast_accum and kinds[0].block is None and n >= 2 * BLOCK
-    adds_to_lines = kinds[0] is Granularity.ROW_WISE and bias is not None
+    adds_to_lines = kinds[0] is Granularity.ROW_WISE and has_bias
     tile = limits.tile_of_gemm(rows, limits.of_device(a.device), is_wide, adds_to_lines)
-    flags = {
+    flags: dict[str, Any] = {
         "KIND_A": _KINDS[kinds[0]],
         "KIND_B": _KINDS[kinds[1]],
-        "HAS_BIAS": bias is not None,
+        "HAS_BIAS": has_bias,
         "IMPRECISE": None if given.fast_accum else PRECISE_STEP,
         "BLOCK_E": max(16, triton.next_power_of_2(num_groups)),
         "BLOCK_K": BLOCK,
         "BAND": BAND,
         **tile,
     }
-    steps_a = scale_steps(scale_inv_a, kinds[0], a.dim() == 3 or not has_rows)
-    steps_b = scale_steps(scale_inv_b, kinds[1], True)
-    bias = offs if bias is None else bias.contiguous()  # a pointer that is not read
-    if bias is None:
-        bias = scale_inv_a
-    stride_b_group, stride_b = b.stride(0) if b.dim() == 3 else 0, b.stride(-1)
-    with on_device(a):
-        if has_rows:
-            tiles_m = cdiv(a.shape[0], tile["BLOCK_M"]) + num_groups
-            grouped_rows_kernel[(tiles_m * cdiv(n, tile["BLOCK_N"]),)](
-                a, b, scale_inv_a, scale_inv_b, offs, bias, out, a.shape[0], n, k, num_groups, tiles_m,
-                a.stride(0), stride_b_group, stride_b, *steps_a, *steps_b, EVEN_K=k % BLOCK == 0, **flags,
-            )  # fmt: skip
-        else:
-            align = alignment(kinds[0]) if offs is not None else 1
-            tiles = cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"])
-            grouped_batch_kernel[(tiles, num_groups)](
-                a, b, scale_inv_a, scale_inv_b, scale_inv_a if offs is None else offs, bias, out, a.shape[-2], n, k, num_groups,
-                a.stride(0) if a.dim() == 3 else 0, a.stride(-2), stride_b_group, stride_b, *steps_a, *steps_b,
-                HAS_OFFS=offs is not None, EVEN_K=(align if offs is not None else k) % BLOCK == 0, ALIGN=align, **flags,
-            )  # fmt: skip
-    return out
+    steps = (
+        *scale_steps(given.scale_inv_a, kinds[0], a.dim() == 3 or not has_rows),
+        *scale_steps(given.scale_inv_b, kinds[1], True),
+    )
+    stride_b = b.stride(0) if b.dim() == 3 else 0, b.stride(-1)
+    kernel: Any
+    sizes: tuple[int, ...]
+    if has_rows:
+        tiles_m = cdiv(a.shape[0], tile["BLOCK_M"]) + num_groups
+        kernel, grid = grouped_rows_kernel, (tiles_m * cdiv(n, tile["BLOCK_N"]),)
+        sizes = a.shape[0], n, k, num_groups, tiles_m, a.stride(0), *stride_b, *steps
+        flags["EVEN_K"] = k % BLOCK == 0
+    else:
+        align = alignment(kinds[0]) if has_offs else 1
+        kernel, grid = grouped_batch_kernel, (cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"]), num_groups)
+        sizes = a.shape[-2], n, k, num_groups, a.stride(0) if a.dim() == 3 else 0, a.stride(-2), *stride_b, *steps
+        flags |= {"HAS_OFFS": has_offs, "EVEN_K": (align if has_offs else k) % BLOCK == 0, "ALIGN": align}
+    is_empty = 0 in shape
+
+    def compute(
+        a: torch.Tensor, b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, offs: Any, bias: Any
+    ) -> torch.Tensor:
+        out = torch.empty(shape, dtype=out_dtype, device=a.device)
+        if is_empty:
+            return out
+        if not is_ready[0]:
+            a = _lines(a)
+        if not is_ready[1]:
+            b = _lines(b.mT).mT
+        offs = offs if has_offs else scale_inv_a  # a pointer that is not read, as is that of no bias
+        bias = bias.contiguous() if has_bias else offs
+        with on_device(a):
+            kernel[grid](a, b, scale_inv_a, scale_inv_b, offs, bias, out, *sizes, **flags)
+        return out
+
+    return compute
+
+
+def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
+    """The product of these operands."""
+    return prepare(given)(given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.offs, given.bias)
 
 
 def scale_steps(scale: torch.Tensor, kind: Granularity, has_groups: bool) -> tuple[int, int, int]:
@@ -307,11 +333,16 @@ def scale_steps(scale: torch.Tensor, kind: Granularity, has_groups: bool) -> tup
     return (scale.stride(0) if scale.dim() == 3 else 0), scale.stride(-2), scale.stride(-1)
 
 
-def _lines(q: torch.Tensor) -> torch.Tensor:
-    """A copy [.., outer, inner] whose lines begin at multiples of 16 bytes: q itself where they do; other copies would be
-    read byte by byte. Zeros at the end of a line add nothing."""
+def _has_lines(q: torch.Tensor) -> bool:
+    """True if the lines of a copy [.., outer, inner] begin at multiples of 16 bytes, and are dense."""
     inner = q.shape[-1]
     is_dense = inner <= 1 or q.stride(-1) == 1
-    if inner % 16 == 0 and is_dense and q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:-1]):
-        return q
-    return torch.nn.functional.pad(q.view(torch.uint8), (0, -inner % 16)).contiguous().view(q.dtype)
+    return inner % 16 == 0 and is_dense and q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:-1])
+
+
+def _lines(q: torch.Tensor) -> torch.Tensor:
+    """A copy with such lines: q itself where it has them; others would be read byte by byte. Zeros at the end of a line add
+    nothing."""
+    return (
+        q if _has_lines(q) else torch.nn.functional.pad(q.view(torch.uint8), (0, -q.shape[-1] % 16)).contiguous().view(q.dtype)
+    )
