@@ -99,6 +99,18 @@ def test_the_catalogue_has_every_kernel():
 
 
 @needs_triton
+def test_a_bias_beside_factors_of_lines_leaves_no_registers_for_a_wide_sum_in_tensor_memory():
+    """Whichever operand has the factors."""
+    found: dict[bool, set[int]] = {False: set(), True: set()}
+    for name, call in catalogue.gemms():
+        if name.startswith("grouped") and "fast" in name:
+            (launch,) = call.launches((10, 0))
+            adds_to_lines = "row_wise" in name and "with bias" in name
+            found[adds_to_lines].add(launch.arguments["BLOCK_N"])
+    assert found == {False: {128, 256}, True: {128}}
+
+
+@needs_triton
 def test_nothing_else_is_launched():
     """Every `kernel[grid](...)` in lowering is of a `Kernel`."""
     kernels = {name.rpartition(".")[2] for name in catalogue.kernels()}

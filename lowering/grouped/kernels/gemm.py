@@ -267,7 +267,7 @@ def prepare(given: GroupedGemm) -> Compute:
     # A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
     # (`python -m benchmarks.gemm_steps`). Its registers hold one sum: the tensor cores add over all of k.
     is_wide = given.fast_accum and kinds[0].block is None and n >= 2 * BLOCK
-    adds_to_lines = kinds[0] is Granularity.ROW_WISE and has_bias
+    adds_to_lines = Granularity.ROW_WISE in kinds and has_bias
     tile = limits.tile_of_gemm(rows, limits.of_device(a.device), is_wide, adds_to_lines)
     flags: dict[str, Any] = {
         "KIND_A": _KINDS[kinds[0]],
@@ -285,6 +285,7 @@ def prepare(given: GroupedGemm) -> Compute:
     )
     stride_b = b.stride(0) if b.dim() == 3 else 0, b.stride(-1)
     kernel: Any
+    grid: tuple[int, ...]
     sizes: tuple[int, ...]
     if has_rows:
         tiles_m = cdiv(a.shape[0], tile["BLOCK_M"]) + num_groups
