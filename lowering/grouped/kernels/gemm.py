@@ -284,17 +284,16 @@ def prepare(given: GroupedGemm) -> Compute:
         *scale_steps(given.scale_inv_b, kinds[1], True),
     )
     stride_b = b.stride(0) if b.dim() == 3 else 0, b.stride(-1)
-    kernel: Any
     grid: tuple[int, ...]
     sizes: tuple[int, ...]
     if has_rows:
         tiles_m = cdiv(a.shape[0], tile["BLOCK_M"]) + num_groups
-        kernel, grid = grouped_rows_kernel, (tiles_m * cdiv(n, tile["BLOCK_N"]),)
+        grid = (tiles_m * cdiv(n, tile["BLOCK_N"]),)
         sizes = a.shape[0], n, k, num_groups, tiles_m, a.stride(0), *stride_b, *steps
         flags["EVEN_K"] = k % BLOCK == 0
     else:
         align = alignment(kinds[0]) if has_offs else 1
-        kernel, grid = grouped_batch_kernel, (cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"]), num_groups)
+        grid = (cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"]), num_groups)
         sizes = a.shape[-2], n, k, num_groups, a.stride(0) if a.dim() == 3 else 0, a.stride(-2), *stride_b, *steps
         flags |= {"HAS_OFFS": has_offs, "EVEN_K": (align if has_offs else k) % BLOCK == 0, "ALIGN": align}
     is_empty = 0 in shape
@@ -311,8 +310,12 @@ def prepare(given: GroupedGemm) -> Compute:
             b = _lines(b.mT).mT
         offs = offs if has_offs else scale_inv_a  # a pointer that is not read, as is that of no bias
         bias = bias.contiguous() if has_bias else offs
+        arguments = a, b, scale_inv_a, scale_inv_b, offs, bias, out, *sizes
         with on_device(a):
-            kernel[grid](a, b, scale_inv_a, scale_inv_b, offs, bias, out, *sizes, **flags)
+            if has_rows:
+                grouped_rows_kernel[grid](*arguments, **flags)
+            else:
+                grouped_batch_kernel[grid](*arguments, **flags)
         return out
 
     return compute
