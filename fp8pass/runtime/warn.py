@@ -176,7 +176,7 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
         f" eagerly, in high precision, while the rest is compiled: {texts}. print(fp8pass.inspect(model)) has them;"
-        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module){_hooks_of_fsdp(root)}",
+        f" if a module is meant to run eagerly, put torch.compiler.disable(module) in its place{_hooks_of_fsdp(root)}",
         Fp8FallbackWarning,
         strict=session.options.strict,
     )
