@@ -86,6 +86,18 @@ def test_experts_are_recorded_whole(recipe):
     assert [(g.refusals, g.num_partitions, g.report.host_waits) for g in graphs] == [([], 1, [])] * 2
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", None], ids=str)
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+def test_values_saved_in_fp8_have_addresses_that_stay(recipe):
+    """The forward's copies are outputs of its graph, and the backward's inputs."""
+    torch._dynamo.reset()
+    model = fp8_compile(llama_block(), recipe and steady(recipe), saved_activations="fp8")
+    graphs = recorded(lambda: train(model))
+    assert [g.report.name.partition("_")[0] for g in graphs] == ["forward", "backward"]
+    assert [g.copied for g in graphs] == [[ACTIVATION]] * 2
+    assert [(g.refusals, g.num_partitions, g.report.host_waits) for g in graphs] == [([], 1, [])] * 2
+
+
 def test_tables_of_addresses_are_few():
     """The weights' and the gradients' of q, k and v; those of either side's amaxes, aligned and not."""
     assert num_tables(lambda model: fp8_compile(model, steady("blockwise"))) == 2

@@ -293,7 +293,8 @@ class _Rewriter:
         node, operand = site.node, site.operands[position]
         read = operands_of(node)[position]
         cursor = self.start.at(node, site.is_backward).sharing(node)
-        values = scheme_of(copy.quantization).dequantize(cursor, self.applied.copies[copy])
+        held = self.applied.copies[copy]
+        values = scheme_of(copy.quantization).dequantize(cursor, held.data, held.scale_inv, copy.quantization)
         made = cursor.call(prims.convert_element_type.default, values, value_of(read).dtype)
         is_turned = copy.columnwise != operand.transposed
         for dim, of_read in enumerate((-1, -2) if is_turned else (-2, -1)):

@@ -25,6 +25,7 @@ from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, Layout, QuantizedTensor
+from lowering.formats import E4M3
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
 #: as Inductor's updates of fake tensors, take time with the square of their number.
@@ -261,6 +262,7 @@ class _ChainFinder:
     def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node], with_operands: bool):
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.gradients = gradients
+        self.saves_in_fp8 = with_operands
         self.gemms = {d.site.node for d in plan.decisions if d.reason is None or (with_operands and d.has_no_recipe)}
         pairs = {operation_of(node) for node in self.gemms}
         self.gemms |= {node for node in pairs if all(user in self.gemms for user in node.users)}
@@ -285,13 +287,38 @@ class _ChainFinder:
         if tensor.name.kind == "weight":
             return None
         chain = self.nodes_of(tensor.value.root)
-        if chain is None:
+        if chain is None or (self.saves_in_fp8 and self._is_saved_as_copy(tensor)):
             return None
         is_fused = scheme_of(tensor.quantization).fuses_with_producer(tensor)
         is_written = not is_fused and not all(node.target in _FREE for node in chain)
         if is_written and tensor.value.groups is None:
             return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return chain
+
+    def _is_saved_as_copy(self, tensor: QuantizedTensor) -> bool:
+        """Tell whether pointwise code of the backward reads a value itself, such as tanh's result, and not what it is made of.
+        With `saved_activations` it is then saved as its columnwise copy (`saved_copies.py`), and neither is made again."""
+        root = tensor.value.root
+        is_matrix = tensor.value.groups is None and tensor.value.batch is None
+        if not (is_matrix and tensor.dtype is E4M3 and _is_fusible(root) and root.target not in _FREE):
+            return False
+        readers = self._gradients_that_read(root)
+        is_pointwise = all(_is_fusible(node) and node.target not in _FREE for node in readers)
+        return bool(readers) and is_pointwise and not any(map(self._gradients_that_read, root.all_input_nodes))
+
+    def _gradients_that_read(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the backward that read a value, besides FP8 GEMMs; views are looked through, of what is read, too."""
+        while node.target in _FREE:
+            node = node.all_input_nodes[0]
+        found: list[fx.Node] = []
+        pending = list(node.users)
+        while pending:
+            user = pending.pop()
+            if user.target in _FREE and user not in self.gradients:
+                pending += user.users
+            elif user in self.gradients and user not in self.gemms:
+                found.append(user)
+        return found
 
     def nodes_of(self, root: fx.Node) -> frozenset[fx.Node] | None:
         """The nodes to compute again for a value; None if that would need a tensor that backward does not have."""

@@ -304,6 +304,7 @@ def save_activations(
     applied = apply_saved(forward, backward, plan)
     if applied:
         verify_saved(forward, backward, applied, before)
+        forward.eliminate_dead_code()
     rows = [] if statistics is None else measure_saved(forward, plan, statistics, len(made.watched))
     log.info("saved %s of %s values in FP8", len(applied), len(plan))
     return dataclasses.replace(made, saved=records, watched=(*made.watched, *rows))

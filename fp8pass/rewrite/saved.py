@@ -2,8 +2,9 @@
 
 This stage comes after the partitioner, which alone knows what is saved: checkpointing, memory budgets and other partitioners
 have had their say, and the plan, a decision per saved value, is about exactly these values. `apply_saved` casts a value where
-the forward has made it, saves the E4M3 copy and its scales instead, and lets everything in the backward read what the copy is
-worth: also the code that computes operands of GEMMs again. So each value has one meaning in the backward.
+the forward has made it, or takes the copy that a GEMM reads (`saved_copies.py`), saves this E4M3 copy and its scales instead,
+and lets everything in the backward read what the copy is worth: also the code that computes operands of GEMMs again. So each
+value has one meaning in the backward.
 
 NOTE [who may read a rounded value] Rounding errors of 2**-4 that enter a sum or a product are like those of an FP8 operand. An
 exponential turns them into factors, attention forms one of products of what it reads, and a forward that checkpointing runs
@@ -30,6 +31,8 @@ from fp8pass.graph.origin import Path, TensorName, is_tangent, maker_path, sourc
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, recorded_size, same_size, size_hint, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
+from fp8pass.rewrite.meaning import CASTS
+from fp8pass.rewrite.saved_copies import SharedCopies, SharedCopy
 from fp8pass.rules import SAVED, Rules
 from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import has_fp8_tensor_cores, short
@@ -102,6 +105,9 @@ class SavedValue:
     bytes_before: Any
     """Bytes that saving it takes in high precision: none where another value holds its memory."""
     bytes_after: Any
+    """Bytes that are saved for it: none for a copy that is saved anyway."""
+    shared: SharedCopy | None = None
+    """The copy that it is saved as, if a GEMM reads one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +125,13 @@ class SavedRecord:
     bytes_before: int | str
     """Bytes in high precision; a string for dynamic sizes, 0 where another value holds its memory."""
     bytes_after: int | str
-    """Bytes that are saved, scales included."""
+    """Bytes that are saved, scales included; 0 for a copy that is saved for a GEMM anyway."""
     quantized: bool
     """It is saved in FP8."""
     format: str | None
     """Such as "e4m3 1x128"; None in high precision."""
+    shared_with: str | None
+    """The module whose FP8 GEMM reads the copy; None for a copy that is made to be saved."""
     reason: str | None
     """Why it is not: the kind of reason and the details."""
     source: str
@@ -136,11 +144,17 @@ class SavedRecord:
 
 
 def plan_saved(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, context: GraphContext
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    rules: Rules,
+    context: GraphContext,
+    may_multiply: bool = False,
 ) -> tuple[SavedValue, ...]:
     """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only.
 
-    num_outputs: how many of the forward's results are the user's, the first ones.
+    num_outputs: how many of the forward's results are the user's, the first ones. may_multiply: GEMMs in high precision may
+    read what is computed again of rounded values, as they may where no recipe has GEMMs.
     """
     results: Any = forward.output_node().args[0]
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -150,7 +164,9 @@ def plan_saved(
         if position >= num_outputs and _is_tensor(node) and _storage(node) in groups and node.name in placeholders:
             groups[_storage(node)].append((position, node))
     largest = max((size_hint(value_of(node).numel()) for node, _ in held), default=0)
-    readers = _Readers(backward, may_multiply=not rules.default.has_gemms)
+    readers = _Readers(backward, may_multiply or not rules.default.has_gemms)
+    copies = SharedCopies(forward, backward, context)
+    kept: list[Any] = list(results)
     weights = made_only_of(forward, {n for n, given in context.given(forward).items() if given.is_parameter})
     found: list[SavedValue] = []
     for (holder, size), members in zip(held, groups.values(), strict=True):
@@ -160,17 +176,22 @@ def plan_saved(
             decided.append(_decide(node, placeholders[node.name], reason, readers, rules, context))
         reasons = [reason for *_, reason in decided if reason is not None]
         orders = [_order(value_of(node)) for _, node in members]
-        after = [_bytes(value_of(node), order) for (_, node), order in zip(members, orders, strict=True)]
+        shared = [copies.of(node, order) for (_, node), order in zip(members, orders, strict=True)]
+        after: list[Any] = []
+        for (_, node), order, copy in zip(members, orders, shared, strict=True):
+            after.append(_bytes(value_of(node), order) if copy is None else copy.bytes_added(kept))
         if not reasons and not size_hint(sum(after)) <= 0.75 * size_hint(size):
             reasons.append(Reason(ReasonKind.BYTES, f"{sum(after)} bytes with the scales, for {size}"))
-        for (position, node), choice, order, fp8 in zip(members, decided, orders, after, strict=True):
+        for (position, node), choice, order, fp8, copy in zip(members, decided, orders, after, shared, strict=True):
             module, recipe, quantization, reason = choice
             why = reason or (reasons[0] if reasons else None)
+            if why is None and copy is not None:
+                kept += (copy.data, copy.scale_inv)
             before = size if node is holder else 0
             given = None if why else quantization
             read = placeholders[node.name]
             sizes = before, before if why else fp8
-            found.append(SavedValue(node, read, position, module, recipe, given, why, order, *sizes))
+            found.append(SavedValue(node, read, position, module, recipe, given, why, order, *sizes, None if why else copy))
     return tuple(sorted(found, key=lambda value: value.position))
 
 
@@ -238,6 +259,8 @@ def _own_obstacle(node: fx.Node, read: fx.Node, largest: int, weights: Set[fx.No
         return Reason(ReasonKind.DERIVED, "computed from Parameters only")
     if value.dtype in FP8_MAX:
         return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}: an FP8 copy already")
+    if maker[0].target in CASTS:
+        return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}: scales of an FP8 copy")
     if value.dtype not in HIGH_PRECISION_DTYPES:
         return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}; only float32, bfloat16 and float16 can become FP8")
     if is_attention(maker[0]) and maker[1]:
@@ -365,21 +388,28 @@ class AppliedSaved:
     scale_input: fx.Node
     loaded: fx.Node
     """The value that is read there instead."""
+    added: tuple[tuple[fx.Node, fx.Node], ...]
+    """The results of the forward, with the inputs of the backward, that take the place of the value; those of a shared copy
+    may be saved anyway."""
 
 
 def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> dict[SavedValue, AppliedSaved]:
-    """Carry out a plan, in place."""
+    """Carry out a plan, in place. Nodes of the forward that nothing reads any more are left."""
     applied: dict[SavedValue, AppliedSaved] = {}
+    placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    inputs = {n: placeholders[n.name] for n in forward.output_node().all_input_nodes if n.name in placeholders}
     for value in plan:
         if value.quantization is not None:
-            data, scale_inv = _save(forward, value, value.quantization)
-            data_input = _input(backward, value.read, data, "e4m3")
-            scale_input = _input(backward, value.read, scale_inv, "scale_inv")
-            loaded = _load(backward, value, [data_input, scale_input])
-            applied[value] = AppliedSaved(data, scale_inv, data_input, scale_input, loaded)
+            shared = value.shared
+            pair = _save(forward, value, value.quantization) if shared is None else (shared.data, shared.scale_inv)
+            added = {}
+            for node, suffix in zip(pair, ("e4m3", "scale_inv"), strict=True):
+                if node not in inputs:
+                    added[node] = inputs[node] = _input(backward, value.read, node, suffix)
+            read = [inputs[node] for node in pair]
+            applied[value] = AppliedSaved(*pair, *read, _load(backward, value, read), tuple(added.items()))
     if applied:
-        _replace_results(forward, {value.position: (made.data, made.scale_inv) for value, made in applied.items()})
-        forward.eliminate_dead_code()
+        _replace_results(forward, {value.position: [n for n, _ in made.added] for value, made in applied.items()})
     return applied
 
 
@@ -407,12 +437,16 @@ def _input(backward: fx.Graph, read: fx.Node, saved: fx.Node, suffix: str) -> fx
     return node
 
 
-def _load(backward: fx.Graph, value: SavedValue, inputs: Sequence[fx.Node]) -> fx.Node:
+def _load(backward: fx.Graph, value: SavedValue, inputs: list[fx.Node]) -> fx.Node:
     """Make the value of its copy before it is first read, and let it be read in the place of the input."""
     read = value.read
     first = min(read.users)
     cursor = Cursor.start(backward).at(first, True)
-    made = cursor.call(ops.load_activation.default, *inputs, dtype=value_of(read).dtype)
+    held = value_of(read)
+    if value.shared is None:
+        made = cursor.call(ops.load_activation.default, *inputs, dtype=held.dtype)
+    else:
+        made = value.shared.load(cursor, *inputs, shape=[held.shape[dim] for dim in value.order], dtype=held.dtype)
     if value.order != tuple(range(len(value.order))):
         back = sorted(range(len(value.order)), key=value.order.__getitem__)
         made = cursor.call(aten.permute.default, made, back)
@@ -421,7 +455,7 @@ def _load(backward: fx.Graph, value: SavedValue, inputs: Sequence[fx.Node]) -> f
     return made
 
 
-def _replace_results(forward: fx.Graph, replaced: Mapping[int, tuple[fx.Node, fx.Node]]) -> None:
+def _replace_results(forward: fx.Graph, replaced: Mapping[int, Sequence[fx.Node]]) -> None:
     """Let the forward return copies and scales in the places of values; AOTAutograd counts what is saved."""
     output = forward.output_node()
     results: Any = output.args[0]
@@ -457,8 +491,8 @@ def measure_saved(forward: fx.Graph, plan: Sequence[SavedValue], buffer: fx.Node
     vectors: list[fx.Node] = []
     counts: Counter[str] = Counter()
     for value in plan:
-        if (given := value.quantization) is None:
-            continue
+        if (given := value.quantization) is None or value.shared is not None:
+            continue  # a copy that a GEMM reads is measured as its operand
         cursor = Cursor.start(forward).at(value.node.next, False)
         counts[value.module] += 1
         name = TensorName(value.module, "saved", counts[value.module], path=maker_path(value.node))
@@ -490,7 +524,7 @@ def _record(value: SavedValue) -> SavedRecord:
     held, maker = value_of(value.node), value.node
     while maker.target in _MOVES | _CONVERSIONS and maker.all_input_nodes:
         maker = maker.all_input_nodes[0]
-    given = value.quantization
+    given = value.quantization if value.shared is None else value.shared.quantization
     return SavedRecord(
         module=value.module,
         op=_name(maker),
@@ -500,6 +534,7 @@ def _record(value: SavedValue) -> SavedRecord:
         bytes_after=recorded_size(value.bytes_after),
         quantized=given is not None,
         format=None if given is None else f"{FORMAT_NAMES[given.dtype]} {given.granularity.label}",
+        shared_with=None if value.shared is None else value.shared.module,
         reason=None if value.reason is None else str(value.reason),
         source=source_line(maker),
         path=maker_path(value.node),

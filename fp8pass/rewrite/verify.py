@@ -12,6 +12,7 @@ It runs last, on the graph that is compiled, and can run on one as `apply` left 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -27,7 +28,7 @@ from fp8pass.errors import InvariantError
 from fp8pass.graph.cursor import Cursor, arguments_of, form_of_call, is_pinned, maker_of
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import is_matmul, is_scaled_gemm, operands_of
-from fp8pass.graph.values import same_shape, value_of
+from fp8pass.graph.values import PERMUTES, same_shape, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.meaning import (
@@ -36,6 +37,7 @@ from fp8pass.rewrite.meaning import (
     TRANSPOSE,
     Meaning,
     Term,
+    Vector,
     copy,
     difference,
     how,
@@ -48,6 +50,7 @@ from fp8pass.rewrite.meaning import (
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
 from fp8pass.rewrite.saved import AppliedSaved, SavedValue, as_bytes
+from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, operands
 from fp8pass.rewrite.simplify import Scatter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
@@ -534,12 +537,15 @@ def verify_saved(
     results: list[Any] = []
     for position, node in enumerate(before[0][forward.output_node()][0][0]):
         made = next((made for saved, made in applied.items() if saved.position == position), None)
-        results += (node,) if made is None else (made.data, made.scale_inv)
+        results += (node,) if made is None else (new for new, _ in made.added)
     _check_unchanged(forward, before[0], {}, results)
     _check_unchanged(backward, before[1], replaced, None)
-    given: dict[fx.Node, Term] = {}
+    given: dict[fx.Node, Any] = {}
     saves = Meaning(before[0], {})
     for saved, made in applied.items():
+        if saved.shared is not None:
+            _check_shared(saved.shared, saved, forward, backward)
+            continue
         assert saved.quantization is not None
         maker, x = maker_of(made.data)[0], _permuted(Term("value", (saved.node,)), saved.order)
         options = how({"power_of_2": saved.quantization.power_of_2, "epsilon": saved.quantization.epsilon})
@@ -549,12 +555,17 @@ def verify_saved(
             _compare(node, "", saves(node), term)
         _check_arguments(maker, as_bytes=as_bytes(saved.node))
         given |= dict(zip((made.data_input, made.scale_input), planned, strict=True))
-        _check_inputs(backward, saved.read.name, made)
-    loads = Meaning(set(before[1]), given)
+    _check_inputs(backward, before[1], applied)
+    known = set(before[1])
     for saved, made in applied.items():
-        term = loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
+        if saved.shared is None:
+            terms, term = given, loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
+        else:
+            terms, term = _loaded_copy(saved.shared, made)
         back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
-        _compare(made.loaded, "", loads(made.loaded), _permuted(term, back))
+        _compare(made.loaded, "", _unstored(Meaning(known, terms)(made.loaded)), _permuted(term, back))
+        if not _is_like(value_of(made.loaded), value_of(saved.read)):
+            raise InvariantError(f"{made.loaded.name} is {_described(value_of(made.loaded))} in the place of {saved.read.name}")
     for graph, known in zip((forward, backward), before, strict=True):
         graph.lint()
         _check_values(graph, set(known))
@@ -574,17 +585,49 @@ def _check_unchanged(graph: fx.Graph, before: Arguments, replaced: Mapping[fx.No
             raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before values were saved in FP8 {wanted}")
 
 
-def _check_inputs(backward: fx.Graph, name: str, made: AppliedSaved) -> None:
+def _check_shared(shared: SharedCopy, saved: SavedValue, forward: fx.Graph, backward: fx.Graph) -> None:
+    """Check that a GEMM reads this copy with these scales, and that it is a copy of the value as it lies in memory."""
+    name = shared.data.name
+    if (shared.data, shared.scale_inv, shared.index) not in [tuple(read) for _, *read in operands(forward, backward)]:
+        raise InvariantError(f"no FP8 GEMM reads {name} with position {shared.index} of {shared.scale_inv.name}")
+    moves = SAME_ORDER | PERMUTES
+    meaning = Meaning({node for node in forward.nodes if node.target not in moves}, {})
+    found, planned = meaning(shared.matrix), _permuted(meaning(saved.node), saved.order)
+    if _unrounded(found) != _unrounded(planned):
+        raise InvariantError(f"{name} is a copy of {found}, the plan says of {planned}")
+
+
+def _unrounded(term: Term) -> Term:
+    """A term without what says that it was rounded or stored."""
+    return dataclasses.replace(term, moves=tuple(move for move in term.moves if move[0] not in ("to", *STORED)))
+
+
+def _loaded_copy(shared: SharedCopy, made: AppliedSaved) -> tuple[dict[fx.Node, Any], Term]:
+    """The terms of the inputs that are a GEMM's copy and its scales, and that of the matrix that the backward makes of them."""
+    options = how({"granularity": shared.quantization.granularity, "square": shared.quantization.square})
+    count = 1 if shared.index is None else value_of(made.scale_inv).shape[0]
+    scales = [Term("scale", (made.scale_inv, i)) for i in range(count)]
+    data = copy(maker_of(made.data)[0], value(shared.matrix), options, shared.columnwise, scales[shared.index or 0])
+    scale_inv = inverse(scales[0]) if shared.index is None else Vector.of([inverse(scale) for scale in scales])
+    is_by_column = shared.quantization.granularity is Granularity.BLOCK_1X128  # scales lie by block, then by row
+    term = Term("mul", (data, inverse(data.args[-1]).moved(*[TRANSPOSE] * is_by_column)))
+    given = {made.data_input: data.moved(*[TRANSPOSE] * shared.transposed), made.scale_input: scale_inv}
+    return given, term.moved(*[TRANSPOSE] * shared.columnwise)
+
+
+def _check_inputs(backward: fx.Graph, before: Arguments, applied: Mapping[SavedValue, AppliedSaved]) -> None:
     """Check that the inputs of the backward are in the places of the forward's results, with their values."""
-    placeholders = backward.find_nodes(op="placeholder")
-    first = placeholders.index(made.data_input)
-    if placeholders[first + 1] is not made.scale_input:
-        raise InvariantError(f"{made.scale_input.name} does not follow {made.data_input.name}, as the results of {name} do")
-    for given, saved in ((made.data_input, made.data), (made.scale_input, made.scale_inv)):
-        if not _is_like(value_of(given), value_of(saved)):
-            raise InvariantError(
-                f"{given.name} is {_described(value_of(given))}, the forward saves {_described(value_of(saved))}"
-            )
+    added = {saved.read: made.added for saved, made in applied.items()}
+    planned = [new for n in before if n.op == "placeholder" for new in ([i for _, i in added[n]] if n in added else [n])]
+    found = backward.find_nodes(op="placeholder")
+    if list(found) != planned:
+        raise InvariantError(f"the backward reads {[n.name for n in found]}, the forward saves {[n.name for n in planned]}")
+    for made in applied.values():
+        for given, saved in ((made.data_input, made.data), (made.scale_input, made.scale_inv)):
+            if not _is_like(value_of(given), value_of(saved)):
+                raise InvariantError(
+                    f"{given.name} is {_described(value_of(given))}, the forward saves {_described(value_of(saved))}"
+                )
 
 
 # -- What is done to a partitioned graph just before Inductor compiles it (`lowering.inductor.prepare`), checked.

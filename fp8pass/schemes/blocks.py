@@ -60,7 +60,7 @@ class BlockScheme(Scheme):
         """The arguments of an operation that say what a block is."""
         raise NotImplementedError
 
-    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
         raise NotImplementedError
 
@@ -199,11 +199,11 @@ class BlockScheme(Scheme):
     def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
         return {}
 
-    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
-        block = made.quantization.granularity.block
+    def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+        block = quantization.granularity.block
         assert block is not None
-        scales = self.scale_values(cursor, made)
-        return _spread(cursor, scales, (cursor.size(made.data, 0), cursor.size(made.data, 1)), block)
+        scales = self.scale_values(cursor, data, scale_inv, quantization)
+        return _spread(cursor, scales, (cursor.size(data, 0), cursor.size(data, 1)), block)
 
 
 def _spread(cursor: Cursor, scales: fx.Node, sizes: tuple[Any, Any], block: tuple[int, int]) -> fx.Node:
@@ -215,8 +215,14 @@ def _spread(cursor: Cursor, scales: fx.Node, sizes: tuple[Any, Any], block: tupl
             shape = [*others[: dim + 1], block[dim], *others[dim + 1 :]]
             scales = cursor.call(aten.expand.default, scales, shape)
             scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
-            scales = cursor.call(aten.slice.Tensor, scales, dim, 0, sizes[dim])
+            scales = _cut(cursor, scales, dim, sizes[dim])
     return scales
+
+
+def _cut(cursor: Cursor, x: fx.Node, dim: int, size: Any) -> fx.Node:
+    """The first entries along a dimension; x itself where that is all of it."""
+    is_whole = isinstance(size, int) and cursor.size(x, dim) == size
+    return x if is_whole else cursor.call(aten.slice.Tensor, x, dim, 0, size)
 
 
 class BlockwiseScheme(BlockScheme):
@@ -265,13 +271,13 @@ class BlockwiseScheme(BlockScheme):
         is_mx = hardware.has_mx_scaled_mm(value_of(a.data).device)
         return {**options, "implementation": "mxfp8"} if is_mx else options
 
-    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
-        outer, inner = (cursor.size(made.data, dim) for dim in (0, 1))
-        if made.quantization.granularity is Granularity.BLOCK_1X128:
-            return cursor.call(aten.permute.default, cursor.call(aten.slice.Tensor, made.scale_inv, 1, 0, outer), [1, 0])
+    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+        outer, inner = (cursor.size(data, dim) for dim in (0, 1))
+        if quantization.granularity is Granularity.BLOCK_1X128:
+            return cursor.call(aten.permute.default, _cut(cursor, scale_inv, 1, outer), [1, 0])
         if isinstance(inner, int):
-            return cursor.call(aten.slice.Tensor, made.scale_inv, 1, 0, num_blocks(inner, BLOCK))
-        return made.scale_inv  # the blocks beyond are cut with the values
+            return _cut(cursor, scale_inv, 1, num_blocks(inner, BLOCK))
+        return scale_inv  # the blocks beyond are cut with the values
 
     def can_transpose(self, quantization: Quantization) -> bool:
         return quantization.granularity is Granularity.BLOCK_128X128
@@ -310,5 +316,5 @@ class MXFP8Scheme(BlockScheme):
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         return {"square": quantization.square}
 
-    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
-        return cursor.call(ops.scale_values_mxfp8.default, made.data, made.scale_inv)
+    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+        return cursor.call(ops.scale_values_mxfp8.default, data, scale_inv)

@@ -187,8 +187,7 @@ def bytes_and_scales(
         return stacked(of_each)
     rows, cols = shape
     q: Any = data
-    held = Quantized(q, scale_inv, Copy(MatrixValue(_NONE, rows, cols), layout.columnwise, quantization, _NONE, _NONE), _NONE)
-    factors: Any = scheme_of(quantization).scales_of_values(_EAGER, held)
+    factors: Any = scheme_of(quantization).scales_of_values(_EAGER, q, scale_inv, quantization)
     factors = factors.expand(data.shape)
     if layout.columnwise:
         data, factors = data.t(), factors.t()

@@ -194,15 +194,15 @@ class Scheme(abc.ABC):
             fast_accum=fast_accum,
         )
 
-    def dequantize(self, cursor: Cursor, made: Quantized) -> fx.Node:
+    def dequantize(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """float32 values of a copy, [outer, inner] with its padding."""
-        values = cursor.call(prims.convert_element_type.default, made.data, torch.float32)
-        return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, made))
+        values = cursor.call(prims.convert_element_type.default, data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, data, scale_inv, quantization))
 
     def transposed_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
         """`scale_inv` of the other orientation of a copy that can be transposed."""
         return made.scale_inv
 
-    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+    def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """The factors of the values of a copy, float32: of its shape, or of one that broadcasts to it."""
-        return made.scale_inv
+        return scale_inv

@@ -438,3 +438,63 @@ def test_rounding_is_that_of_blocks_by_hand(granularity):
             scale = 2.0 ** np.floor(np.log2(448 / block.abs().max().item()))
             expected = (block * scale).float().to(torch.float8_e4m3fn).double() / scale
             assert torch.equal(found[i : i + rows, j : j + cols].double(), expected)
+
+
+# -- saved values
+
+
+class Gates(nn.Module):
+    """Two SwiGLUs; the values of the first are rounded worse, for some are 1e4 times as large as their neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(64, 128) for _ in range(2)) for _ in range(2))
+        self.down = nn.Linear(256, 64)
+        with torch.no_grad():
+            self.layers[0][1].weight[::8] *= 1e4
+            self.down.weight[:, :128:8] *= 1e-4
+
+    def forward(self, x):
+        return self.down(torch.cat([F.silu(gate(x)) * up(x) for gate, up in self.layers], -1))
+
+
+def loss_of_gates(model):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    return (model(x) - x.roll(1, 1)).square().mean()
+
+
+@pytest.mark.parametrize("recipe", [None, "current"], ids=str)
+def test_saved_values_are_ranked_by_their_effect_on_gradients(recipe):
+    """The expected effect is that of a descent with the gradients of the compiled model."""
+    torch.manual_seed(0)
+    model = Gates()
+    found = suggest_rules(model, loss_of_gates, recipe, 0.5, saved_activations="fp8", checks=40, progress=False)
+    saved = {g.module: g for g in found.gemms if g.role == "saved"}
+    assert saved.keys() == {f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1)}
+    assert all(g.flops is None and g.saved_bytes == 64 * 128 * 4 - 64 * 128 - 64 * 4 for g in saved.values())
+    assert (len(found.gemms) > len(saved)) == (recipe is not None)
+    assert sum(g.kept for g in saved.values()) == 2
+    assert {f"{g.module}:saved" for g in saved.values() if g.kept} <= {*found} | {f"{name}:saved" for name in found}
+    assert "bytes" in str(found)
+    loss = loss_of_gates(model)
+    exact = torch.autograd.grad(loss, [*model.parameters()])
+    rate = 0.01 * loss.item() / sum(g.square().sum() for g in exact).item()
+    for name in saved:
+        torch._dynamo.reset()
+        rules = {f"{other}:saved": None for other in saved if other != name}
+        compiled = fp8_compile(model, None, backend="aot_eager", rules=rules, saved_activations="fp8")
+        rounded = torch.autograd.grad(loss_of_gates(compiled), [*model.parameters()])
+        effect = -rate * sum(((b - a) * a).sum().item() for a, b in zip(exact, rounded, strict=True))
+        assert saved[name].expected == pytest.approx(effect, rel=0.02, abs=1e-9 * loss.item())
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", rules=found, saved_activations="fp8")
+    loss_of_gates(compiled).backward()
+    kept = {v.module for v in inspect(compiled).graphs[0].saved if (v.reason or "").startswith("rule")}
+    assert kept == {g.module for g in saved.values() if g.kept}
+
+
+def test_saved_values_are_ranked_where_they_are_saved_in_fp8_alone():
+    with pytest.raises(OptionError, match="saved_activations='fp8'"):
+        suggest_rules(mlp(), loss_of_gates, None)
+    with pytest.raises(OptionError, match="'int8'"):
+        suggest_rules(mlp(), loss_of_gates, "current", saved_activations="int8")

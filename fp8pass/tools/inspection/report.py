@@ -545,6 +545,11 @@ def _saved_remarks(graphs: Iterable[GraphRecord]) -> list[str]:
     before, after = sum(g.saved_bytes_before for g in saving), sum(g.saved_bytes for g in saving)
     count = counted(sum(v.quantized for v in values), "value", "values")
     lines = [f"Saved for the backward: {after:,} bytes instead of {before:,}, {count} of {len(values)} in FP8."]
+    shared: dict[str, list[str]] = {}
+    for module in dict.fromkeys(v.shared_with for v in values if v.shared_with is not None):
+        shared.setdefault(family(module), []).append(module)
+    if shared:
+        lines.append(f"Saved in FP8 copies of {', '.join(map(folded_path, shared.values()))}, which GEMMs read, too.")
     rows = [f"{module} {op}, {shape} {dtype}: {size:,} bytes, {why}" for module, op, shape, dtype, size, why in left(values)]
     return [*lines, *(f"Not in FP8: {row}." for row in rows[:LARGEST])]
 

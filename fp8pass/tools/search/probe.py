@@ -6,6 +6,7 @@ was. GEMMs are found and decided as the rewrite does, on the joint graph; nothin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,19 +20,24 @@ from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
 from fp8pass.errors import Fp8Error, OptionError
+from fp8pass.graph.cursor import always_recompute
 from fp8pass.graph.gemms import GemmSite, GraphContext, kind_of, offs_of, operands_of, operation_of
 from fp8pass.graph.origin import Kind
-from fp8pass.graph.values import resolve
+from fp8pass.graph.values import resolve, size_hint
 from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.discover import discover
+from fp8pass.rewrite.launches import plan_recomputation
 from fp8pass.rewrite.plan import Decision, make_plan
 from fp8pass.rewrite.report import GemmRecord, gemm_records
+from fp8pass.rewrite.saved import SavedRecord, SavedValue, plan_saved, saved_records
 from fp8pass.rewrite.select import select
-from fp8pass.rules import Rules
+from fp8pass.rules import SAVED, Rules
 from fp8pass.runtime.backend import check_device, device_of
 from fp8pass.runtime.dynamo_graphs import describe_inputs, real_inputs, surroundings_of, without_regions
 from fp8pass.runtime.instances import ModuleNames, Placement
 from fp8pass.schemes.eager import rounded
+from fp8pass.schemes.scheme import scaling
+from lowering import ops
 
 TAG = "fp8pass_gemm"
 """The key of a GEMM's number in a node's `meta`; the partitioner copies it to the graphs that it makes."""
@@ -106,6 +112,10 @@ class Probe:
         self.names = ModuleNames(lambda: model)
         self.effects: dict[Key, Effect] = {}
         self.flops: Counter[Key] = Counter()
+        self.saves = False
+        """Find the values that are saved in FP8 with `saved_activations`."""
+        self.saved: Counter[Key] = Counter()
+        """The bytes that saving these values in FP8 takes away, by module."""
         self.unknown: set[Key] = set()
         """GEMMs with a dynamic size."""
         self.outputs = False
@@ -115,7 +125,7 @@ class Probe:
         self.gradient_scale = 0.0
         """The factor of tangents for the effects of gradients; 0 if this pass does not measure them."""
         self.toggled: Key | None = None
-        """The GEMM that runs in FP8 in this pass."""
+        """The GEMM, or the module's saved values, in FP8 in this pass."""
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
         self.step_size = 1.0
         """The factor by which a tangent was multiplied when operands were kept."""
@@ -135,7 +145,8 @@ class Probe:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         device = device_of(example_inputs)
-        check_device(device)
+        if self.rules.has_gemms:
+            check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
         placement = self.names.place(inputs, real_inputs(gm.graph))
         context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
@@ -143,9 +154,15 @@ class Probe:
         graph = _Graph(self)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            graph.gemms = _tagged(joint.graph, context, self.rules, device)
+            graph.gemms = _tagged(joint.graph, context, self.rules, device, self.saves)
             graph.inputs = frozenset(n.name for n in joint.graph.find_nodes(op="placeholder"))
-            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            if self.saves:
+                graphs = forward.graph, backward.graph
+                plan = plan_saved(*graphs, kwargs["num_fwd_outputs"], self.rules, context, may_multiply=True)
+                made = zip(plan, saved_records(plan), strict=True)
+                graph.saved = {value.read.name: _Rounded(value, record) for value, record in made if record.quantized}
+            return forward, backward
 
         backend = aot_autograd(
             fw_compiler=lambda module, _: graph.runner(module, is_backward=False),
@@ -163,10 +180,14 @@ class Probe:
         return run
 
 
-def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.device) -> list[Probed | None]:
-    """The GEMMs of a joint graph by number, None for what is not measured; their nodes are tagged."""
+def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.device, saves: bool) -> list[Probed | None]:
+    """The GEMMs of a joint graph by number, None for what is not measured; their nodes are tagged. saves: the backward computes
+    operands again from what is saved, as it does with `saved_activations`."""
     sites = discover(graph, context)
     plan = make_plan(sites, rules, device, {} if rules.select == "all" else select(graph, sites, context)[0])
+    chains = plan_recomputation(graph, plan, "auto", with_operands=True).recomputed.values() if saves else ()
+    for node in itertools.chain.from_iterable(chains):
+        always_recompute(node)
     number = {decision.site.node: i for i, decision in enumerate(plan.decisions)}
     sites_of = {d.site.node: d.site for d in plan.decisions}
     found: list[Probed | None] = []
@@ -244,12 +265,35 @@ class _GraphCall:
     tangents: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rounded:
+    """A value that is saved for the backward in FP8."""
+
+    value: SavedValue
+    record: SavedRecord
+
+    @property
+    def bytes_taken(self) -> int:
+        """The bytes that this takes away."""
+        return size_hint(self.value.bytes_before) - size_hint(self.value.bytes_after)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The value as the backward reads it."""
+        given, order = self.value.quantization, self.value.order
+        assert given is not None
+        q, scale_inv = ops.save_activation(x.permute(order), **scaling(given))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return ops.load_activation(q, scale_inv, dtype=x.dtype).permute(back)
+
+
 class _Graph:
     """Runs the graphs of one of Dynamo's. The backward belongs to the latest call that has had none."""
 
     def __init__(self, probe: Probe):
         self.probe = probe
         self.gemms: list[Probed | None] = []
+        self.saved: dict[str, _Rounded] = {}
+        """The values that are saved in FP8, by the backward's inputs."""
         self.inputs: frozenset[str] = frozenset()
         """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
         self.calls: list[_GraphCall] = []
@@ -286,6 +330,8 @@ class _Runner(fx.Interpreter):
         """The value of a node."""
         number = n.meta.get(TAG)
         result = super().run_node(n)
+        if self.is_backward and n.op == "placeholder" and (saved := self.owner.saved.get(n.name)) is not None:
+            return self._saved(saved, result)
         if n.op == "placeholder" and n.name in self.owner.inputs:
             self.inputs[n] = result
         gemm = None if number is None else self.owner.gemms[number]
@@ -295,6 +341,14 @@ class _Runner(fx.Interpreter):
         if not self.is_backward:
             self._keep(number, operands)
         return self._measured(n, number, gemm, operands, result)
+
+    def _saved(self, saved: _Rounded, x: torch.Tensor) -> torch.Tensor:
+        """A saved value, rounded in the pass that is to."""
+        probe = self.owner.probe
+        key = self.call.placement.name_module(saved.record.path), SAVED
+        if probe.outputs:
+            probe.saved[key] += saved.bytes_taken
+        return saved(x) if probe.toggled == key else x
 
     def _keep(self, number: int, operands: Sequence[torch.Tensor]) -> None:
         """The operands of a forward GEMM, or how much they change along the gradient."""
@@ -363,10 +417,12 @@ class StepPasses:
     """Runs the step. Every pass begins with the same parameters, buffers, modes and random numbers. A context manager, which
     leaves the model as it was, whatever happens."""
 
-    def __init__(self, model: nn.Module, step: Callable[[Any], torch.Tensor], rules: Rules):
+    def __init__(self, model: nn.Module, step: Callable[[Any], torch.Tensor], rules: Rules, saves: bool = False):
+        """saves: also values that are saved for the backward are measured."""
         self.model = model
         self.step = step
         self.probe = Probe(model, rules)
+        self.probe.saves = saves
         self.compiled = torch.compile(model, backend=self.probe, dynamic=False)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.start = _Saved(model)
@@ -428,9 +484,9 @@ class StepPasses:
     def effects(self) -> float:
         """Fill the probe's effects; returns the loss in high precision."""
         loss = self.run(outputs=True)
-        if not mean_of(len(self.probe.effects)):
+        if not mean_of(len(self.probe.effects) + len(self.probe.saved)):
             raise OptionError(
-                "no GEMM of the step would run in FP8: step must call the model that it is given, and inspect(compiled) says"
+                "nothing of the step would be in FP8: step must call the model that it is given, and inspect(compiled) says"
                 " why GEMMs run in high precision"
             )
         gradients = [None if g is None else g.clone() for g in self.gradients]
@@ -455,8 +511,15 @@ class StepPasses:
             )
         return loss
 
+    def effect_of_saved(self, key: Key) -> float:
+        """The first-order effect of a module's saved values on the loss after the step of gradient descent."""
+        self.run(toggled=key)
+        pairs = zip(self.first_gradients, self.gradients, strict=True)
+        products = (g.double() * (other.double() - g.double()) for g, other in pairs if g is not None and other is not None)
+        return -self.learning_rate * sum(float(product.sum()) for product in products)
+
     def measured(self, key: Key, loss: float, baselines: dict[str, float]) -> float:
-        """The effect of one GEMM, run in FP8 alone; see `suggest_rules`."""
+        """The effect of one GEMM, or of the saved values of a module, in FP8 alone; see `suggest_rules`."""
         if key[1] == "output":
             return self.run(backward=False, toggled=key) - loss
         if "descended" not in baselines:

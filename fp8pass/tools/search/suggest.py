@@ -16,13 +16,14 @@ from torch import nn
 
 from fp8pass.errors import OptionError
 from fp8pass.graph.values import by_key
+from fp8pass.options import CompileOptions, SavedActivations
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.tools.tables import as_text, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fp8pass.tools.search.probe import Probe
+    from fp8pass.tools.search.probe import Probe, StepPasses
 
 COLUMNS = ("rank", "module", "role", "expected", "spread", "measured", "FLOPs", "rule")
 
@@ -30,9 +31,10 @@ COLUMNS = ("rank", "module", "role", "expected", "spread", "measured", "FLOPs", 
 def suggest_rules(
     model: nn.Module,
     step: Callable[[Any], torch.Tensor],
-    recipe: Recipe | RecipeName = "delayed",
+    recipe: Recipe | RecipeName | None = "delayed",
     keep: float = 0.9,
     *,
+    saved_activations: SavedActivations | None = None,
     checks: int = 8,
     progress: bool = True,
 ) -> Suggestion:
@@ -57,9 +59,13 @@ def suggest_rules(
     In the order of the ranking, a GEMM gets a rule that keeps it in high precision if the GEMMs without a rule still have at
     least `keep` of the FLOPs then.
 
-    Two forwards and backwards and one forward give all effects; a measurement takes one forward, of a gradient two forwards
-    and a backward. Memory: copies of the parameters and of the gradients, and, on the host, the operands and errors of all
-    GEMMs in float32. The cost is printed before it starts.
+    With `saved_activations="fp8"` the values that a module saves for the backward, the role `saved`, are ranked, too. Their
+    expected effect is -r <G, e>, e being what rounding them adds to the gradients of all parameters; it takes a forward and a
+    backward for each module. They get rules as GEMMs do, of the bytes that saving in FP8 takes away instead of the FLOPs.
+
+    Two forwards and backwards and one forward give all effects of GEMMs; a measurement takes one forward, of a gradient two
+    forwards and a backward. Memory: copies of the parameters and of the gradients, and, on the host, the operands and errors of
+    all GEMMs in float32. The cost is printed before it starts.
 
     Args:
         model: an nn.Module that is not compiled. It is left as it was: parameters, buffers, gradients, modes and random number
@@ -68,8 +74,9 @@ def suggest_rules(
         step: called as `step(compiled)`, returns the loss, a scalar tensor, before its backward. It calls `compiled` as it
             would call `model`, and uses the same batch in each call.
         recipe: as in `fp8_compile`.
-        keep: share of the FLOPs that stay in FP8, from 0 to 1.
-        checks: how many GEMMs are measured.
+        keep: share of the FLOPs that stay in FP8, from 0 to 1; of saved values, of the bytes that FP8 takes away.
+        saved_activations: as in `fp8_compile`.
+        checks: how many GEMMs and modules with saved values are measured.
         progress: whether to print the cost and a progress bar, to stderr.
 
     Returns:
@@ -82,28 +89,29 @@ def suggest_rules(
     from rich.console import Console
     from rich.progress import Progress
 
-    from fp8pass.rules import parse_rules
     from fp8pass.scales.reduction import is_first_rank
     from fp8pass.tools.search.probe import StepPasses
 
     _check(model, step, keep, checks)
-    rules = parse_rules(recipe, None)
+    rules = CompileOptions(recipe=recipe, saved_activations=saved_activations).first_rules
     is_shown = progress and is_first_rank()
     console = Console(file=sys.stderr, quiet=not is_shown)
     bar = Progress(console=console, transient=True, disable=not is_shown)
     say = functools.partial(console.print, markup=False, highlight=False)
+    of_saved = ", one with a backward for each module that saves values" if saved_activations is not None else ""
     say(
-        f"suggest_rules: 3 passes of the step (2 with a backward), then up to {checks} measurements of 1 to 3 passes each."
-        f" A pass runs eagerly and quantizes each GEMM's operands."
+        f"suggest_rules: 3 passes of the step (2 with a backward){of_saved}, then up to {checks} measurements of 1 to 3 passes"
+        f" each. A pass runs eagerly and quantizes each GEMM's operands."
     )
-    with StepPasses(model, step, rules) as passes, bar:
+    with StepPasses(model, step, rules, saved_activations is not None) as passes, bar:
         begun = time.perf_counter()
         task = bar.add_task("effects", total=1)
         loss = passes.effects()
         bar.advance(task)
-        found = _ranked(passes.probe)
+        saved = _of_saved(passes)
+        found = sorted([*_ranked(passes.probe), *saved], key=lambda g: -g.risk)
         seconds = time.perf_counter() - begun
-        say(f"suggest_rules: {len(found)} GEMMs, {seconds:.1f} s so far.")
+        say(f"suggest_rules: {len(found) - len(saved)} GEMMs, {len(saved)} modules that save values, {seconds:.1f} s so far.")
         task = bar.add_task("measured", total=min(checks, len(found)))
         baselines: dict[str, float] = {}
         for i, gemm in enumerate(found[:checks]):
@@ -130,6 +138,18 @@ def _check(model: object, step: object, keep: object, checks: object) -> None:
     check_ranks(model)
 
 
+def _of_saved(passes: StepPasses) -> list[Sensitivity]:
+    """The values that modules save in FP8. A pass with a backward for each module."""
+    found = []
+    for (module, role), size in sorted(passes.probe.saved.items()):
+        expected = passes.effect_of_saved((module, role))
+        gemm = Sensitivity(
+            module=module, role=role, expected=expected, spread=0.0, measured=None, flops=None, saved_bytes=size, kept=False
+        )
+        found.append(gemm)
+    return found
+
+
 def _ranked(probe: Probe) -> list[Sensitivity]:
     found = [
         Sensitivity(
@@ -148,8 +168,13 @@ def _ranked(probe: Probe) -> list[Sensitivity]:
 
 def _suggestion(found: list[Sensitivity], keep: float, loss: float) -> Suggestion:
     budget = (1 - keep) * sum(g.flops or 0 for g in found) * (1 + 1e-9)
+    bytes_left = (1 - keep) * sum(g.saved_bytes or 0 for g in found) * (1 + 1e-9)
     for i, gemm in enumerate(found):
-        if gemm.expected is not None and gemm.flops is not None and gemm.flops <= budget:
+        if gemm.saved_bytes is not None:
+            is_kept = gemm.saved_bytes <= bytes_left
+            bytes_left -= gemm.saved_bytes if is_kept else 0
+            found[i] = dataclasses.replace(gemm, kept=is_kept)
+        elif gemm.expected is not None and gemm.flops is not None and gemm.flops <= budget:
             budget -= gemm.flops
             found[i] = dataclasses.replace(gemm, kept=True)
     return Suggestion(found, loss)
@@ -160,7 +185,8 @@ def _suggestion(found: list[Sensitivity], keep: float, loss: float) -> Suggestio
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The effect of quantizing one GEMM on the loss of the step. `suggest_rules` has the formulas."""
+    """The effect of quantizing one GEMM, or the values that a module saves, on the loss of the step. `suggest_rules` has the
+    formulas."""
 
     module: str
     role: str
@@ -171,7 +197,9 @@ class Sensitivity:
     measured: float | None
     """Effect that was measured by running the step with this GEMM alone in FP8; None if it was not."""
     flops: int | None
-    """FLOPs of all its calls in the step; None where a size is dynamic."""
+    """FLOPs of all its calls in the step; None where a size is dynamic, and for saved values."""
+    saved_bytes: int | None = None
+    """For the role `saved`: the bytes that FP8 takes away."""
     kept: bool
     """The rules keep it in high precision."""
 
@@ -188,7 +216,8 @@ class Suggestion(dict[str, None]):
     def __init__(self, gemms: Sequence[Sensitivity], loss: float):
         super().__init__(patterns(gemms))
         self.gemms: list[Sensitivity] = list(gemms)
-        """Every GEMM that would run in FP8, the one that quantization hurts most first."""
+        """Every GEMM that would run in FP8 and, with `saved_activations`, every module with saved values: the one that
+        quantization hurts most first."""
         self.loss: float = loss
         """The loss of the step in high precision."""
 
@@ -222,8 +251,13 @@ class Suggestion(dict[str, None]):
 
     def __str__(self) -> str:
         agreement = self.rank_correlation
-        share = f"With these rules, {self.fp8_share:.1%} of the FLOPs run in FP8."
-        lines = [f"Loss of the step in high precision: {self.loss:.6g}. {share}"]
+        lines = [f"Loss of the step in high precision: {self.loss:.6g}."]
+        if any(g.flops for g in self.gemms):
+            lines[0] += f" With these rules, {self.fp8_share:.1%} of the FLOPs run in FP8."
+        taken = [(g.saved_bytes, g.kept) for g in self.gemms if g.saved_bytes is not None]
+        if taken:
+            size = sum(taken_away for taken_away, is_kept in taken if not is_kept)
+            lines.append(f"Saved values take {size:,} bytes less; without rules {sum(each for each, _ in taken):,}.")
         if agreement is not None:
             lines.append(f"Rank correlation of expected and measured effects: {agreement:.2f}.")
         return as_text([self.__rich__(), *lines])
@@ -238,7 +272,8 @@ class Suggestion(dict[str, None]):
 
 def _cells(g: Sensitivity) -> list[str]:
     effects = ["-" if effect is None else f"{effect:+.2e}" for effect in (g.expected, g.spread, g.measured)]
-    return [g.module, g.role, *effects, "-" if g.flops is None else f"{g.flops:.3g}", "high precision" if g.kept else ""]
+    work = f"{g.saved_bytes:,} bytes" if g.saved_bytes is not None else "-" if g.flops is None else f"{g.flops:.3g}"
+    return [g.module, g.role, *effects, work, "high precision" if g.kept else ""]
 
 
 def patterns(gemms: Sequence[Sensitivity]) -> dict[str, None]:
