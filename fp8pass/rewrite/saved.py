@@ -406,8 +406,9 @@ def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue
             for node, suffix in zip(pair, ("e4m3", "scale_inv"), strict=True):
                 if node not in inputs:
                     added[node] = inputs[node] = _input(backward, value.read, node, suffix)
-            read = [inputs[node] for node in pair]
-            applied[value] = AppliedSaved(*pair, *read, _load(backward, value, read), tuple(added.items()))
+            data_input, scale_input = (inputs[node] for node in pair)
+            loaded = _load(backward, value, data_input, scale_input)
+            applied[value] = AppliedSaved(*pair, data_input, scale_input, loaded, tuple(added.items()))
     if applied:
         _replace_results(forward, {value.position: [n for n, _ in made.added] for value, made in applied.items()})
     return applied
@@ -437,16 +438,16 @@ def _input(backward: fx.Graph, read: fx.Node, saved: fx.Node, suffix: str) -> fx
     return node
 
 
-def _load(backward: fx.Graph, value: SavedValue, inputs: list[fx.Node]) -> fx.Node:
+def _load(backward: fx.Graph, value: SavedValue, data: fx.Node, scale_inv: fx.Node) -> fx.Node:
     """Make the value of its copy before it is first read, and let it be read in the place of the input."""
     read = value.read
     first = min(read.users)
     cursor = Cursor.start(backward).at(first, True)
     held = value_of(read)
     if value.shared is None:
-        made = cursor.call(ops.load_activation.default, *inputs, dtype=held.dtype)
+        made = cursor.call(ops.load_activation.default, data, scale_inv, dtype=held.dtype)
     else:
-        made = value.shared.load(cursor, *inputs, shape=[held.shape[dim] for dim in value.order], dtype=held.dtype)
+        made = value.shared.load(cursor, data, scale_inv, [held.shape[dim] for dim in value.order], held.dtype)
     if value.order != tuple(range(len(value.order))):
         back = sorted(range(len(value.order)), key=value.order.__getitem__)
         made = cursor.call(aten.permute.default, made, back)

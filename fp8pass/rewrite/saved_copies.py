@@ -22,7 +22,7 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 prims = torch.ops.prims
 
-_GRANULARITIES = {
+_GRANULARITIES: dict[Any, Granularity | None] = {
     ops.cast.default: Granularity.TENSOR_WISE,
     ops.cast_rowwise.default: Granularity.ROW_WISE,
     ops.cast_mxfp8.default: Granularity.BLOCK_1X32,
@@ -123,7 +123,8 @@ def operands(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[fx.Node, f
         for gemm in filter(is_scaled_gemm, graph.nodes):
             given = arguments_of(gemm)
             for side in ("a", "b"):
-                data, scale_inv = given[side], given.get(f"scale_inv_{side}", given.get(f"scale_{side}"))
+                data: fx.Node = given[side]
+                scale_inv: fx.Node = given[f"scale_{side}" if f"scale_{side}" in given else f"scale_inv_{side}"]
                 while data.target in PERMUTES:
                     data = data.all_input_nodes[0]
                 if graph is backward:

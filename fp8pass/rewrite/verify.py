@@ -556,14 +556,14 @@ def verify_saved(
         _check_arguments(maker, as_bytes=as_bytes(saved.node))
         given |= dict(zip((made.data_input, made.scale_input), planned, strict=True))
     _check_inputs(backward, before[1], applied)
-    known = set(before[1])
+    of_backward = set(before[1])
     for saved, made in applied.items():
         if saved.shared is None:
             terms, term = given, loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
         else:
             terms, term = _loaded_copy(saved.shared, made)
         back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
-        _compare(made.loaded, "", _unstored(Meaning(known, terms)(made.loaded)), _permuted(term, back))
+        _compare(made.loaded, "", _unstored(Meaning(of_backward, terms)(made.loaded)), _permuted(term, back))
         if not _is_like(value_of(made.loaded), value_of(saved.read)):
             raise InvariantError(f"{made.loaded.name} is {_described(value_of(made.loaded))} in the place of {saved.read.name}")
     for graph, known in zip((forward, backward), before, strict=True):
