@@ -211,8 +211,9 @@ def _cause(root: nn.Module | None) -> str | None:
         return f"torch.compiler.set_stance({now!r})"
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
-            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing: call the model once, forward and"
-            f" backward, before the mode begins, and it runs the compiled graphs"
+            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing, and leaves what it met eager in"
+            f" later calls, too: call torch._dynamo.reset() behind the mode. If the model is called once, forward and backward,"
+            f" before the mode begins, the compiled graphs run under it"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return (

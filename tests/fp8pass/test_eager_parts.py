@@ -424,11 +424,16 @@ def test_a_transform_of_torch_func_around_the_model_is_the_cause():
 
 def test_a_dispatch_mode_is_the_cause():
     compiled = make(mlp(), "in place")
-    with FlopCounterMode(display=False), pytest.warns(Fp8FallbackWarning, match="dispatch mode FlopCounterMode"):
+    said = pytest.warns(Fp8FallbackWarning, match="dispatch mode FlopCounterMode.* in later calls, too.*_dynamo.reset")
+    with FlopCounterMode(display=False), said:
         compiled(x())
     compiled(x())
+    assert not any(gemm.quantized for gemm in inspect(compiled).gemms)
+    torch._dynamo.reset()
+    compiled(x()).sum().backward()
     with FlopCounterMode(display=False):
         compiled(x())
+    assert any(gemm.quantized for gemm in inspect(compiled).gemms)
 
 
 def test_a_recurrent_model_names_the_setting():

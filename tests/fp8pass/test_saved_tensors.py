@@ -47,7 +47,31 @@ def nested():
         yield
 
 
-CONTEXTS = {**{name: lambda name=name: hooks_of(name) for name in HOOKS}, "save_on_cpu": save_on_cpu, "nested": nested}
+TRACKED: dict[int, torch.Tensor] = {}
+
+
+@contextlib.contextmanager
+def numbered():
+    """TRL's and torchtune's OffloadActivations, one for all steps: a tensor is a number from pack to unpack, which happens
+    once, and after a backward none is left."""
+    assert not TRACKED
+
+    def pack(t):
+        number = len(TRACKED)
+        is_small = t.nbytes < 64 or isinstance(t, torch.nn.Parameter)
+        TRACKED[number] = t if is_small else torch.empty_like(t).copy_(t)
+        return number
+
+    with saved_tensors_hooks(pack, TRACKED.pop):
+        yield
+
+
+CONTEXTS = {
+    "numbered": numbered,
+    **{name: lambda name=name: hooks_of(name) for name in HOOKS},
+    "save_on_cpu": save_on_cpu,
+    "nested": nested,
+}
 
 
 def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), measured=False, steps=4, **options):

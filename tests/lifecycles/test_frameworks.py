@@ -110,3 +110,58 @@ def test_adapters_of_peft_that_are_merged_and_unmerged(recipe):
             for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
                 change()
                 assert sqnr(model(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20, change
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=32, lora_alpha=4, target_modules=["up_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(1), config)
+
+
+def learn(compiled, model, tokens, steps=2):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def assert_follows(compiled, eager, tokens):
+    assert sqnr(eager(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("recipe", "in_place"), [(RECIPE, False), ("current", True)], ids=["delayed", "current in place"])
+def test_adapters_that_are_merged_and_unloaded_in_mid_run(recipe, in_place):
+    """The compiled peft model calls what is left of it, whose base weights then train."""
+    model, tokens = adapted(), torch.stack([row["input_ids"] for row in token_data(8)])
+    compiled = fp8_compile(model, recipe, backend="aot_eager", in_place=in_place)
+    learn(compiled, model, tokens)
+    merged = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert_follows(compiled, merged._call_impl, tokens)
+    learn(compiled, merged.requires_grad_(True), tokens)
+    assert_follows(compiled, merged._call_impl, tokens)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_that_is_loaded_over_a_larger_one(tmp_path):
+    model, tokens = adapted(), torch.stack([row["input_ids"] for row in token_data(8)])
+    compiled = fp8_compile(model, RECIPE, backend="aot_eager", select="all")
+    learn(compiled, model, tokens)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.mul_(30)
+    learn(compiled, model, tokens)
+    model.load_adapter(tmp_path, "default")
+    state(compiled).forget_weights()
+    assert_follows(compiled, model, tokens)
+    learn(compiled, model, tokens)
+    names = [name for name in state(compiled).tensors if "lora_A" in name and name.endswith(":weight")]
+    assert names
+    for name in names:
+        largest = model.get_submodule(name.removesuffix(":weight")).weight.detach().abs().max()
+        assert 0.9 < part_of_the_range(float(state(compiled).scale(name)), float(largest)) < 1.1
