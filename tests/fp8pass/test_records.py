@@ -1,5 +1,6 @@
 """The calls that a step boundary counts: those that train, from the windows that the state has now; found by mutations."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -82,10 +83,12 @@ def test_a_graph_reads_the_state_that_grew():
         assert torch.equal(out, other)
 
 
-def test_a_graph_that_trains_records_nothing_of_a_call_without_gradients():
-    """Without torch's guards, which a user may drop, it runs without gradients."""
+@pytest.mark.parametrize("weight_copies", ["auto", "cache"])
+def test_a_graph_that_trains_records_nothing_of_a_call_without_gradients(weight_copies):
+    """Without guards, which a user may drop, it runs without gradients: by the short way or, beside a cache, by `_run`."""
+    how = {"step": "manual", "weight_copies": weight_copies}
     options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", step="manual", options=options)
+    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", options=options, **how)
     view, x = state(compiled), torch.randn(16, 64)
     for _ in range(2):
         compiled(x).sum().backward()

@@ -258,11 +258,26 @@ MUTANTS: list[Mutant] = [
         "runtime/frame.py",
         "fp8pass/test_records.py",
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
+        (
+            "quiet evaluations record",
+            "quiet.tensors(args, Records.BACKWARD, variants)",
+            "quiet.tensors(args, Records.ALL, variants)",
+        ),
     ),
     *_of(
         "scales/stores.py",
         "fp8pass/test_records.py",
         ("growth is not seen", "if store.layout != layout:", "if False:"),
+    ),
+    *_of(
+        "scales/stores.py",
+        "fp8pass/test_state_edges.py",
+        ("tensors that were one share a scale for good", "            store.part(names)\n", ""),
+    ),
+    *_of(
+        "runtime/frame.py",
+        "fp8pass/test_lifecycle.py -k dynamo_holds",
+        ("variants are traced without torch's lock", "with compile_lock, _is_compiling(), context:", "with context:"),
     ),
     *_of(
         "runtime/clock.py",
