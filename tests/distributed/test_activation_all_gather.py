@@ -89,7 +89,7 @@ def test_fp8_travels_and_results_stay_bit_for_bit():
                 "layers.1.down",
             }, case
             assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in gathers), case
-            assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes per rank and step instead of {20 * SHARD:,}." in text, case
+            assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes per rank instead of {20 * SHARD:,}, each time." in text, case
 
 
 def refusals(rank):

@@ -530,7 +530,7 @@ def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
     lines = []
     if moved:
         before, after = _total(g.bytes_before for g in moved), _total(g.bytes_after for g in moved)
-        lines.append(f"{len(moved)} all-gathers send FP8: {after} bytes per rank and step instead of {before}.")
+        lines.append(f"{len(moved)} all-gathers send FP8: {after} bytes per rank instead of {before}, each time.")
     for reason, count in Counter(g.reason for g in gathers if g.reason).items():
         lines.append(f"{count} all-gathers send high precision: {reason}.")
     return lines
