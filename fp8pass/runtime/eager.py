@@ -51,6 +51,7 @@ except ImportError:  # a debugging function: without it no frame counts as being
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAP = _OWN + os.path.join("runtime", "wrap.py")
+_WRAPPER = "fp8pass.runtime.wrap"
 _RESUMES = "torch_dynamo_resume_in_"
 _KINDS = ("graph_break", "unimplemented")
 _CANNOT_RESUME = "step_unsupported"
@@ -379,7 +380,8 @@ def _parts(
 def _is_compiled(module: nn.Module) -> bool:
     if isinstance(module, OptimizedModule):
         return not isinstance(module.dynamo_ctx, DisableContext)
-    return module.__dict__.get("_compiled_call_impl") is not None
+    call = module.__dict__.get("_compiled_call_impl")
+    return call is not None and getattr(call, "__module__", None) != _WRAPPER  # which gives modules a frame for a call
 
 
 def multiplies(module: nn.Module) -> bool:
