@@ -35,7 +35,6 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch._dynamo.utils import counters
-from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GraphInput
@@ -52,6 +51,8 @@ _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAP = _OWN + os.path.join("runtime", "wrap.py")
 _WRAPPER = "fp8pass.runtime.wrap"
+#: The attribute of nn.Module that `__call__` calls, if it is set.
+_CALL = "_compiled_call_impl"
 _RESUMES = "torch_dynamo_resume_in_"
 _KINDS = ("graph_break", "unimplemented")
 _CANNOT_RESUME = "step_unsupported"
@@ -168,7 +169,7 @@ class EagerRuns:
     def end_settled(self, call: Call) -> bool:
         """End a call in which nothing was to be watched; False if other graphs ran than in the last one: then call `end`."""
         _in_thread.call = None
-        return bool(call.graphs) and call.graphs == self._last and not (call.fired or call._handles)
+        return bool(call.graphs) and call.graphs == self._last and not (call.fired or call._removals)
 
     def end(self, call: Call | None) -> list[str]:
         """End what `begin` returned. Returns the paths of the modules that are now known to run eagerly."""
@@ -233,7 +234,7 @@ class EagerRuns:
 class Call:
     """A call of a compiled model, while it lasts."""
 
-    __slots__ = ("__weakref__", "_handles", "fired", "graphs", "is_part", "outer", "runs")
+    __slots__ = ("__weakref__", "_removals", "fired", "graphs", "is_part", "outer", "runs")
 
     def __init__(self, runs: EagerRuns, outer: Call | None, is_part: bool):
         self.runs = runs
@@ -245,7 +246,7 @@ class Call:
         self.fired: dict[str, tuple[EagerRun, Callable[[bool], bool]]] = {}
         """The watched modules that were called, each with a function for the end of the call: (whether a graph of the call
         reads the module) -> whether it ran eagerly."""
-        self._handles: list[RemovableHandle] = []
+        self._removals: list[Callable[[], object]] = []
 
     def watch(self, modules: Iterable[Watched]) -> None:
         """Look at the next call of each of these modules, until `unwatch`."""
@@ -256,11 +257,13 @@ class Call:
             hook = _Hook(self, path)
             # Guards count the hooks of a module that has some of a kind.
             if not module._forward_pre_hooks:
-                hook.handle = module.register_forward_pre_hook(hook)
+                hook.remove = module.register_forward_pre_hook(hook).remove
             elif not module._forward_hooks:
-                hook.handle = module.register_forward_hook(hook)
-            if hook.handle is not None:
-                self._handles.append(hook.handle)
+                hook.remove = module.register_forward_hook(hook).remove
+            elif _CALL not in module.__dict__ and path not in self.runs.read_by(self.runs._reads):  # they guard what it calls
+                module.__dict__[_CALL] = _noted_call(hook, module)
+                hook.remove = functools.partial(module.__dict__.pop, _CALL, None)
+            self._removals.append(hook.remove)
 
     def watch_again(self) -> None:
         """Watch, after Dynamo has traced a frame, whatever no graph has read so far: it may run eagerly."""
@@ -271,9 +274,9 @@ class Call:
 
     def unwatch(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
 
 
 class _Hook:
@@ -283,13 +286,12 @@ class _Hook:
     def __init__(self, call: Call, path: str):
         self._call = weakref.ref(call)
         self._path = path
-        self.handle: RemovableHandle | None = None
+        self.remove: Callable[[], object] = _nothing
 
     @torch._dynamo.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
         call = self._call()
-        if self.handle is not None:
-            self.handle.remove()
+        self.remove()
         if call is not None:
             _note_run(call, self._path, module, args)
 
@@ -298,6 +300,18 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _get_nothing, ()
+
+
+def _noted_call(hook: _Hook, module: nn.Module) -> Callable[..., Any]:
+    """The call of a module that has hooks of both kinds, with a note before them. Dynamo traces past it, as past `__call__`."""
+
+    @torch._dynamo.disable(recursive=False)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hook(module, args)
+        return module._call_impl(*args, **kwargs)
+
+    call.__module__ = _WRAPPER
+    return call
 
 
 def _nothing(*_: Any) -> None:
@@ -380,7 +394,7 @@ def _parts(
 def _is_compiled(module: nn.Module) -> bool:
     if isinstance(module, OptimizedModule):
         return not isinstance(module.dynamo_ctx, DisableContext)
-    call = module.__dict__.get("_compiled_call_impl")
+    call = module.__dict__.get(_CALL)
     return call is not None and getattr(call, "__module__", None) != _WRAPPER  # which gives modules a frame for a call
 
 

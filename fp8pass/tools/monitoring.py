@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -163,9 +163,9 @@ class Measurement:
     def to_dict(self) -> dict[str, float]:
         """Flat names for loggers, such as "fp8/layers.0.mlp.up/input/underflow"; numbers that do not exist are left out."""
         found: dict[str, float] = {"fp8/step": self.step}
-        for tensor in self.tensors:
+        for tensor, marks in _marked(self.tensors):
             label = tensor.name.rpartition(":")[2].replace("#", "_").replace("@", "_")
-            where = f"fp8/{tensor.module}/{label}" + ("" if tensor.copy == "tensor" else f"_{tensor.copy}")
+            where = "_".join((f"fp8/{tensor.module}/{label}", *marks))
             values = {n: getattr(tensor, n) for n in ("underflow", "saturated", "num_non_finite", "sqnr", "mse", "amax")}
             values |= {"staleness": tensor.staleness, "gradient_to_noise": tensor.gradient_to_noise}
             values["headroom"] = tensor.headroom[0]
@@ -191,7 +191,7 @@ class Measurement:
         return as_text([self.__rich__(), *self.remarks()], _TEXT_WIDTH)
 
     def __rich__(self) -> Table:
-        rows = [_cells(tensor) for tensor in sorted(self.tensors, key=_badness)]
+        rows = [_cells(tensor, marks) for tensor, marks in sorted(_marked(self.tensors), key=lambda held: _badness(held[0]))]
         for gemm in sorted(self.gemms, key=lambda g: g.sqnr):
             name, count = f"{gemm.module}:{gemm.role} (result)", str(gemm.num_non_finite or "")
             rows.append([name, "", "", f"{gemm.sqnr:.1f} dB", "", "", "", "", "", count])
@@ -207,6 +207,19 @@ class Measurement:
         noisy = [t for t in self.tensors if (r := t.gradient_to_noise) is not None and r < GRADIENT_TO_NOISE_ALARM]
         lines += [f"{t.name}: the gradient is {t.gradient_to_noise:.2f} times its noise, below sqrt(3)." for t in noisy]
         return lines
+
+
+def _marked(tensors: Iterable[TensorNumbers]) -> Iterator[tuple[TensorNumbers, list[str]]]:
+    """Each tensor with the words that tell its copies apart: layout, and recipe and role where rules give several."""
+    tensors = list(tensors)
+    copies: dict[tuple[str, str], list[TensorNumbers]] = {}
+    for tensor in tensors:
+        copies.setdefault((tensor.name, tensor.copy), []).append(tensor)
+    for tensor in tensors:
+        same = copies[tensor.name, tensor.copy]
+        several = [of for of in ("recipe", "role") if len({getattr(t, of) for t in same}) > 1]
+        layout = [] if tensor.copy == "tensor" else [tensor.copy]
+        yield tensor, layout + [getattr(tensor, of) for of in several]
 
 
 def _measurement(step: int, found: Mapping[MonitorRow, torch.Tensor], ages: Mapping[MonitorRow, int | None]) -> Measurement:
@@ -276,8 +289,8 @@ def _badness(tensor: TensorNumbers) -> tuple[Any, ...]:
     return (tensor.num_non_finite == 0, -lost if lost > MANY_LOST else 0.0, tensor.sqnr)
 
 
-def _cells(t: TensorNumbers) -> list[str]:
-    name = t.name if t.copy == "tensor" else f"{t.name} ({t.copy})"
+def _cells(t: TensorNumbers, marks: Sequence[str]) -> list[str]:
+    name = f"{t.name} ({', '.join(marks)})" if marks else t.name
     least, most = (round(t.headroom[i], 1) + 0.0 for i in (0, -1))  # no -0.0
     headroom = f"{least}" if t.scaling == "tensor-wise" else f"{least} to {most}"
     stale = "" if t.staleness is None else str(t.staleness)

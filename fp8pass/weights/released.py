@@ -34,8 +34,8 @@ CAN_REFUSE = _set_message is not None
 
 MESSAGE = (
     "this Parameter has no values: fp8_compile(release_frozen=True) keeps only FP8 copies of it, for the compiled model. To"
-    " read or train it: fp8pass.state(compiled).restore_weights(), which gives it their values. To change it: load_state_dict,"
-    " or p.data = values. To save the model: fp8pass.export_fp8 or state_dict_fp8, or adapters alone"
+    " read or train it: fp8pass.state(compiled).restore_weights(), which gives it their values, rounded to FP8. To change it:"
+    " load_state_dict, or p.data = values. To save the model: fp8pass.export_fp8 or state_dict_fp8, or adapters alone"
 )
 WITHHELD = (
     "this Parameter has no values now: fp8_compile(fsdp_gather='fp8') gathered only its FP8 copies, for the compiled graphs."

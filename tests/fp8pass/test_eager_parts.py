@@ -237,6 +237,31 @@ def test_what_torch_compiler_disable_keeps_is_in_the_table_and_no_warning(model)
     assert "5 of 6 GEMMs run in FP8" in str(found)
 
 
+class DisabledBeforeLoop(Model):
+    """The loop is left eager behind a module that is disabled on its own, beside which modules get frames: `Siblings`."""
+
+    def __init__(self):
+        super().__init__()
+        self.off = torch.compiler.disable(nn.Linear(64, 64))
+        self.loop = nn.ModuleList([nn.Linear(64, 64)])
+
+    def forward(self, x):
+        x = self.off(self.block(x))
+        for layer in self.loop:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_a_loop_that_is_left_eager_behind_a_disabled_module_is_said():
+    compiled = make(DisabledBeforeLoop())
+    (text,) = said_in(compiled)
+    assert "1 module runs eagerly, in high precision, while the rest is compiled: loop.0 (graph break" in text
+    assert inspect(compiled).ran_eagerly["off"].startswith("torch.compiler.disable on ")
+    with pytest.raises(StrictError, match=r"loop\.0 \(graph break"):
+        make(DisabledBeforeLoop(), strict=True)(x())
+
+
 def test_the_reason_given_to_disable_is_told():
     model = Model()
     model.head.forward = torch.compiler.disable(model.head.forward, reason="it is exact")
@@ -267,6 +292,22 @@ def test_a_rule_for_a_module_that_runs_eagerly_matches_something():
 
 
 # -- what did not
+
+
+def test_modules_with_hooks_of_both_kinds_that_calls_take_in_turns_are_compiled_once():
+    model = Branches()
+    for head in model.heads:
+        head.register_forward_pre_hook(lambda *_: None)
+        head.register_forward_hook(lambda *_: None)
+    compiled = make(model)
+    for taken in ([0], [1], [0], [1]):
+        model.taken = taken
+        assert said_in(compiled, 1) == []
+        counts = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for taken in ([0], [1]):
+        model.taken = taken
+        assert said_in(compiled, 1) == []
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counts
 
 
 class Branches(nn.Module):
@@ -472,14 +513,16 @@ class Looped(Model):
         return self.head(x)
 
 
-def test_the_hooks_of_fsdp2_are_named_as_the_cause():
+@pytest.mark.parametrize("sharded", ["block", "head"])
+def test_the_hooks_of_fsdp2_are_named_as_the_cause(sharded):
+    """Of a linear that is wrapped itself, too: it has hooks of both kinds, of which guards count those of a kind."""
     from torch.distributed.fsdp import fully_shard
 
     torch._dynamo.reset()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = Looped()
-        fully_shard(model.block)
+        fully_shard(model.get_submodule(sharded))
         compiled = fp8_compile(fully_shard(model), "current", backend="aot_eager")
         with pytest.warns(Fp8FallbackWarning, match="head .* eagerly.*fully_shard breaks the graph around every module"):
             compiled(x()).sum().backward()

@@ -1,18 +1,12 @@
 """The monitor: its numbers are those of the tensors that were quantized, and training does not notice it."""
 
 import copy
-import pathlib
-import re
-import sys
-import types
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-import fp8pass
 from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
@@ -281,33 +275,20 @@ def test_names_for_loggers_and_the_table():
     assert worst.name in first_row
 
 
-class Writer:
-    """Stands in for torch.utils.tensorboard.SummaryWriter, with its signatures."""
-
-    written: ClassVar[dict] = {}
-
-    def __init__(self, log_dir=None, comment="", purge_step=None, max_queue=10, flush_secs=120, filename_suffix=""):
-        self.written.clear()
-
-    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False):
-        assert isinstance(scalar_value, float)
-        self.written.setdefault(tag, []).append(global_step)
-
-    def close(self):
-        self.written["closed"] = True
-
-
-def test_the_example_with_tensorboard(monkeypatch):
-    """The block of the documentation, which runs with TensorBoard's own writer where that is installed."""
-    page = pathlib.Path(fp8pass.__file__).parents[1] / "docs" / "troubleshooting.md"
-    (block,) = re.findall(r"```python\n(from torch.utils.tensorboard.*?)```", page.read_text(encoding="utf-8"), re.S)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+def test_copies_of_one_tensor_under_several_recipes_have_names_of_their_own():
     model = make_model()
-    compiled = fp8_compile(model, "delayed", backend="aot_eager")
-    exec(block, {"fp8pass": fp8pass, "compiled": compiled, "model": model, "train": train})
-    assert Writer.written.pop("closed")
-    assert Writer.written["fp8/0.up/input/underflow"] == [0, 10]
-    assert "fp8/step" not in Writer.written
+    compiled = fp8_compile(model, "delayed", backend="aot_eager", rules={"0.up:output": "current"})
+    watching = monitor(compiled)
+    train(model, compiled, 1)
+    of_input = [t for t in watching.latest.tensors if t.name == "0.up:input"]
+    assert [(t.recipe, t.role) for t in of_input] == [("current", "output"), ("delayed", "grad_weight")]
+    flat = watching.latest.to_dict()
+    assert {name for name in flat if name.startswith("fp8/0.up/input") and name.endswith("/sqnr")} == {
+        "fp8/0.up/input_current_output/sqnr",
+        "fp8/0.up/input_delayed_grad_weight/sqnr",
+    }
+    assert {name for name in flat if name.startswith("fp8/1.up/input") and name.endswith("/sqnr")} == {"fp8/1.up/input/sqnr"}
+    assert "0.up:input (current, output)" in str(watching)
 
 
 def test_bad_arguments():
