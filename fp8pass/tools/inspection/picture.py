@@ -97,8 +97,8 @@ def layer_of(gemms: Iterable[GemmRecord]) -> str:
 
 
 def pictures(compiled: CompiledGraph) -> tuple[str, list[Picture]]:
-    """The name of a layer, and its graphs: forward and backward, before and after the rewrite. Those of too many boxes, and
-    empty ones, are left out."""
+    """The name of a layer, "" where the whole graph is drawn, and its graphs: forward and backward, before and after the
+    rewrite. Those of too many boxes, and empty ones, are left out."""
     rewritten = compiled.rewrite
     if rewritten is None:
         return "", []
@@ -112,7 +112,7 @@ def pictures(compiled: CompiledGraph) -> tuple[str, list[Picture]]:
             boxes = drawing.boxes()
             if any(box.kind in ("gemm", "fp8") for box in boxes) and len(boxes) <= MAX_BOXES:
                 drawn.append(_placed(f"{side}, {when}", boxes, drawing.edges))
-    return layer or "the whole graph", drawn
+    return layer, drawn
 
 
 class _Drawing:
