@@ -69,11 +69,12 @@ def _mixed(fused: str, shards: tuple[str, ...], in_fp8: dict[str, bool], tensors
                 yield f"{fused}: blocks of {first} are not whole"
 
 
-def _kind(tensors: dict[str, torch.Tensor], module: str) -> tuple[torch.dtype, bool, bool, bool]:
-    """The kind of scales: their dtype, whether there is one, whether in blocks, and whether those of inputs are static."""
+def _kind(tensors: dict[str, torch.Tensor], module: str) -> tuple[torch.dtype, str, bool]:
+    """The kind of scales: their dtype, the elements that share one, and whether those of inputs are static."""
     scale = tensors.get(f"{module}.weight_scale", tensors.get(f"{module}.weight_scale_inv"))
     assert scale is not None
-    return scale.dtype, scale.numel() == 1, _is_blocked(tensors, module), f"{module}.input_scale" in tensors
+    shared_by = "block" if _is_blocked(tensors, module) else "tensor" if scale.numel() == 1 else "row"
+    return scale.dtype, shared_by, f"{module}.input_scale" in tensors
 
 
 def _is_blocked(tensors: dict[str, torch.Tensor], module: str) -> bool:

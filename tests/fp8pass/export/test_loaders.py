@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning:(torch|transformers|compressed_tensors)"),
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*engines fuse these:fp8pass.errors.Fp8Warning"),
 ]
 
 
