@@ -452,7 +452,8 @@ def rewrite_graph(
 def _check_not_compiled(model: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import OptimizedModule
 
-    from fp8pass.runtime.wrap import CALL, is_in_place, session_of
+    from fp8pass.runtime.eager import CALL
+    from fp8pass.runtime.wrap import is_in_place, session_of
 
     if is_in_place(model):
         raise OptionError("model is compiled in place already; call fp8_uncompile(model) before compiling it again")

@@ -27,7 +27,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ except ImportError:  # a debugging function: without it no frame counts as being
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAP = _OWN + os.path.join("runtime", "wrap.py")
-_WRAPPER = "fp8pass.runtime.wrap"
-#: The attribute of nn.Module that `__call__` calls, if it is set.
-_CALL = "_compiled_call_impl"
+#: The attribute of nn.Module with the result of `compile()`; `__call__` calls it, and copies and pickles leave it out.
+CALL = "_compiled_call_impl"
 _RESUMES = "torch_dynamo_resume_in_"
 _KINDS = ("graph_break", "unimplemented")
 _CANNOT_RESUME = "step_unsupported"
@@ -260,9 +259,10 @@ class Call:
                 hook.remove = module.register_forward_pre_hook(hook).remove
             elif not module._forward_hooks:
                 hook.remove = module.register_forward_hook(hook).remove
-            elif _CALL not in module.__dict__ and path not in self.runs.read_by(self.runs._reads):  # they guard what it calls
-                module.__dict__[_CALL] = _noted_call(hook, module)
-                hook.remove = functools.partial(module.__dict__.pop, _CALL, None)
+            elif CALL not in module.__dict__ and not any(path in read for read, _ in self.runs._reads.values()):
+                # Graphs that read it would guard this attribute.
+                module.__dict__[CALL] = _noted_call(hook, module)
+                hook.remove = functools.partial(module.__dict__.pop, CALL, None)
             self._removals.append(hook.remove)
 
     def watch_again(self) -> None:
@@ -310,7 +310,6 @@ def _noted_call(hook: _Hook, module: nn.Module) -> Callable[..., Any]:
         hook(module, args)
         return module._call_impl(*args, **kwargs)
 
-    call.__module__ = _WRAPPER
     return call
 
 
@@ -394,8 +393,10 @@ def _parts(
 def _is_compiled(module: nn.Module) -> bool:
     if isinstance(module, OptimizedModule):
         return not isinstance(module.dynamo_ctx, DisableContext)
-    call = module.__dict__.get(_CALL)
-    return call is not None and getattr(call, "__module__", None) != _WRAPPER  # which gives modules a frame for a call
+    call = module.__dict__.get(CALL)
+    # Functions of ours are there for the time of a call: frames (NOTE [a frame for torch's modules] in wrap.py), and notes.
+    is_temporary = isinstance(call, FunctionType) and call.__module__.startswith(f"{__package__}.")
+    return call is not None and not is_temporary
 
 
 def multiplies(module: nn.Module) -> bool:

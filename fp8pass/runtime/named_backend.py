@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass.errors import InvariantError, NotCompiledError, OptionError
 from fp8pass.options import CompileOptions
 from fp8pass.runtime.backend import Backend
+from fp8pass.runtime.eager import CALL
 from fp8pass.runtime.session import Session, session_in_this_thread
-from fp8pass.runtime.wrap import CALL, ReplacedCall, Siblings, before_outermost_calls, enter, session_of, share_session
+from fp8pass.runtime.wrap import ReplacedCall, Siblings, before_outermost_calls, enter, session_of, share_session
 
 log = logging.getLogger(__name__)
 

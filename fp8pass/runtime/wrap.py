@@ -30,7 +30,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError, tell
 from fp8pass.runtime.backend import Backend
-from fp8pass.runtime.eager import Call
+from fp8pass.runtime.eager import CALL, Call
 from fp8pass.runtime.session import Session, session_in_this_thread
 from fp8pass.runtime.warn import after_call
 
@@ -295,9 +295,6 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
 
 
 # -- modules of torch beside compiled ones: NOTE [a frame for torch's modules]
-
-#: The attribute of nn.Module with the result of `compile()`; `__call__` calls it, and copies and pickles leave it out.
-CALL = "_compiled_call_impl"
 
 _lock = threading.Lock()
 _num_compiled = 0

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8pass import diff, fp8_compile, fp8_uncompile, inspect
 from fp8pass.errors import Fp8FallbackWarning, StrictError
+from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 from tests.support.models import mlp
 
@@ -292,6 +293,17 @@ def test_a_rule_for_a_module_that_runs_eagerly_matches_something():
 
 
 # -- what did not
+
+
+def test_modules_within_one_that_is_compiled_in_place_are_not_watched():
+    """They are its own, so nothing is left to watch in the outer model."""
+    model = Model()
+    make(model.block, "in place")
+    compiled = make(model)
+    assert said_in(compiled, 4) == []
+    runs = session_of(compiled).eager
+    assert runs.is_settled
+    assert [path for path, _ in runs.candidates(model, False)] == ["head"]
 
 
 def test_modules_with_hooks_of_both_kinds_that_calls_take_in_turns_are_compiled_once():
