@@ -185,8 +185,7 @@ RTX_5090 = Device(
     transpose_bandwidth=0.75 * 0.9 * 1792e9,
 )
 
-DEFAULT = H200
-"""The device that fp8pass is designed for: the estimate where no GPU says otherwise."""
+DEFAULT = H200  # The device that fp8pass is designed for: the estimate where no GPU says otherwise.
 
 DEVICES = {"h100": H100, "h200": H200, "b200": B200, "l40s": L40S, "rtx4090": RTX_4090, "rtx5090": RTX_5090}
 """The GPUs that have constants, by the names that `device_called` takes."""
@@ -241,40 +240,30 @@ def device_called(name: str) -> Device:
 class GemmShape:
     """The shape of a product [m, k] @ [k, n] -> [m, n]; a size that is no int (symbolic, unknown) means no estimate."""
 
-    m: Any
-    """Rows of the result."""
-    n: Any
-    """Columns of the result."""
-    k: Any
-    """Length of the dot products."""
+    m: Any  # Rows of the result.
+    n: Any  # Columns of the result.
+    k: Any  # Length of the dot products.
     groups: Any = 1
     """Number of products in one grouped GEMM: each has m / groups rows on average, and a right operand [k, n] of its own.
 
     The grad_weight of a grouped layer is `groups` products [out, tokens / groups] @ [tokens / groups, in], so m = groups * out
     and k = tokens / groups.
     """
-    out_bytes: int = 2
-    """Bytes of an element of the result."""
+    out_bytes: int = 2  # Bytes of an element of the result.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CastShape:
     """The cast of one tensor to FP8, for one or several GEMMs."""
 
-    elements: Any
-    """Number of elements; what is no int means no estimate."""
-    in_bytes: int = 2
-    """Bytes of an element of the source."""
-    copies: int = 1
-    """Number of FP8 copies written: one, or a row-major and a transposed one."""
-    transposes: bool = False
-    """One of the copies is transposed."""
-    reads: int = 1
-    """Number of reads of the source: 2 where its amax is read first."""
+    elements: Any  # Number of elements; what is no int means no estimate.
+    in_bytes: int = 2  # Bytes of an element of the source.
+    copies: int = 1  # Number of FP8 copies written: one, or a row-major and a transposed one.
+    transposes: bool = False  # One of the copies is transposed.
+    reads: int = 1  # Number of reads of the source: 2 where its amax is read first.
     fused_with_producer: bool = False
     """The kernel that makes the source also does the first read: that read and its kernel are then free."""
-    num_readers: int = 1
-    """Number of GEMMs that use the cast: each counts its share of the time."""
+    num_readers: int = 1  # Number of GEMMs that use the cast: each counts its share of the time.
 
 
 @dataclasses.dataclass(frozen=True)

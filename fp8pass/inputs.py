@@ -23,19 +23,16 @@ import torch
 from fp8pass.graph.origin import Path, TensorName
 from fp8pass.recipes import Recipe
 
-USUAL: frozenset[str] = frozenset()
-"""The variants of a usual call: none."""
+USUAL: frozenset[str] = frozenset()  # The variants of a usual call: none.
 
 
 class Records(enum.Enum):
     """The writes of a call into its inputs that count; others are lost."""
 
-    ALL = "all"
-    """Forward and backward, as in training."""
+    ALL = "all"  # Forward and backward, as in training.
     BACKWARD = "backward"
     """The backward alone: a recomputation, whose first run has counted. Equal to nothing in a call without gradients."""
-    NOTHING = "nothing"
-    """A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.clock`."""
+    NOTHING = "nothing"  # A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.clock`.
 
 
 class CapacityExceeded(Exception):
@@ -58,16 +55,12 @@ class InputsMissing(Exception):
 class ExtraInput:
     """One input that the pass adds to a graph."""
 
-    key: Hashable
-    """Passes and schemes find its placeholder by it. No two inputs of a graph have equal keys."""
-    name: str
-    """The name of the placeholder."""
+    key: Hashable  # Passes and schemes find its placeholder by it. No two inputs of a graph have equal keys.
+    name: str  # The name of the placeholder.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stride: tuple[int, ...] | None = None
-    """None: contiguous."""
-    is_static: bool = True
-    """Calls pass the same memory: CUDA graphs copy other inputs at each call."""
+    stride: tuple[int, ...] | None = None  # None: contiguous.
+    is_static: bool = True  # Calls pass the same memory: CUDA graphs copy other inputs at each call.
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor without content."""
@@ -80,10 +73,8 @@ class ExtraInput:
 class Needed:
     """The requests of earlier attempts to compile a graph."""
 
-    entries: int = 0
-    """The largest `CapacityExceeded.needed`."""
-    inputs: tuple[ExtraInput, ...] | None = None
-    """`InputsMissing.inputs`; None where it was not raised."""
+    entries: int = 0  # The largest `CapacityExceeded.needed`.
+    inputs: tuple[ExtraInput, ...] | None = None  # `InputsMissing.inputs`; None where it was not raised.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,43 +83,36 @@ class StateTensor:
 
     name: TensorName
     fp8_max: float
-    entries: int = 1
-    """Number of its scales: one per matrix of batched weights."""
+    entries: int = 1  # Number of its scales: one per matrix of batched weights.
 
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSpec:
     """The scope of a measured step, beside every quantized tensor."""
 
-    products: bool = False
-    """The result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each."""
+    products: bool = False  # The result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each.
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsInput:
     """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `MonitorRow` of the graph."""
 
-    is_backward: bool
-    """The backward writes it: the same memory, but for a recomputed forward, which must not count again."""
+    is_backward: bool  # The backward writes it: the same memory, but for a recomputed forward, which must not count again.
 
 
 @dataclasses.dataclass(frozen=True)
 class MonitorRow:
     """The tensor, or the result of a GEMM, that one row of statistics describes."""
 
-    name: TensorName
-    """The name of the tensor; for a GEMM that of its module, and the rest of the name has no meaning."""
-    role: str
-    """"output", "grad_input" or "grad_weight": of the GEMM, or of the first GEMM that reads the tensor."""
+    name: TensorName  # The name of the tensor; for a GEMM that of its module, and the rest of the name has no meaning.
+    role: str  # "output", "grad_input" or "grad_weight": of the GEMM, or of the first GEMM that reads the tensor.
     copy: str | None
     """"tensor" where both copies hold the same values, else "rowwise" or "columnwise"; None for the result of a GEMM."""
     recipe: Recipe | None
-    fp8_max: float
-    """The largest value of the tensor's format; 0 for a GEMM."""
+    fp8_max: float  # The largest value of the tensor's format; 0 for a GEMM.
     format: str
     granularity: str
-    is_backward: bool
-    """It is measured in the backward."""
+    is_backward: bool  # It is measured in the backward.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,25 +120,18 @@ class Placed:
     """A compiled graph for one module instance, to which providers bind its inputs."""
 
     device: torch.device
-    inputs: tuple[ExtraInput, ...]
-    """The inputs that the provider gave the graph."""
+    inputs: tuple[ExtraInput, ...]  # The inputs that the provider gave the graph.
     tensors: Mapping[Recipe, Sequence[StateTensor]]
     """Per recipe that keeps state the tensors whose scales the graph takes from it, in the order of its slots."""
-    aliases: Sequence[tuple[TensorName, TensorName]]
-    """(another name, the name) of shared tensors."""
-    name_tensor: Callable[[TensorName], TensorName]
-    """From a tensor's name in the graph to its name for this instance."""
+    aliases: Sequence[tuple[TensorName, TensorName]]  # (another name, the name) of shared tensors.
+    name_tensor: Callable[[TensorName], TensorName]  # From a tensor's name in the graph to its name for this instance.
     args: Sequence[Any] = ()
     """The arguments of the instance's first call. Its Parameters and buffers are the same in every call; nothing else is, and
     nothing of it may be kept alive."""
-    trains: bool = False
-    """The graph has a backward."""
-    watched: Sequence[MonitorRow] = ()
-    """The rows of statistics that the graph writes, in order."""
-    frame: CodeType | None = None
-    """The code that Dynamo traced, where the graph is all of it."""
-    owners: Sequence[Path | None] = ()
-    """The paths by which the frame finds the modules that own its inputs."""
+    trains: bool = False  # The graph has a backward.
+    watched: Sequence[MonitorRow] = ()  # The rows of statistics that the graph writes, in order.
+    frame: CodeType | None = None  # The code that Dynamo traced, where the graph is all of it.
+    owners: Sequence[Path | None] = ()  # The paths by which the frame finds the modules that own its inputs.
 
 
 class BoundInputs:

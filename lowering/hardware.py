@@ -52,12 +52,9 @@ def torch_version() -> tuple[int, int]:
 class Platform:
     """The properties that decide which GEMMs an NVIDIA GPU has."""
 
-    capability: tuple[int, int]
-    """Its compute capability (major, minor)."""
-    cuda: tuple[int, ...]
-    """The toolkit that torch was built with."""
-    torch: tuple[int, int]
-    """(major, minor)."""
+    capability: tuple[int, int]  # Its compute capability (major, minor).
+    cuda: tuple[int, ...]  # The toolkit that torch was built with.
+    torch: tuple[int, int]  # (major, minor).
 
     def __str__(self) -> str:
         return f"compute capability {_version(self.capability)} with CUDA {_version(self.cuda)}"
@@ -142,16 +139,13 @@ class Gemm:
     granularity_a: Granularity = Granularity.TENSOR_WISE
     granularity_b: Granularity = Granularity.TENSOR_WISE
     out_dtype: torch.dtype = torch.bfloat16
-    bias_dtype: torch.dtype | None = None
-    """None: no bias in the epilogue."""
-    m: Any = None
-    """Sizes. None or symbolic: unknown, and not checked."""
+    bias_dtype: torch.dtype | None = None  # None: no bias in the epilogue.
+    m: Any = None  # Sizes. None or symbolic: unknown, and not checked.
     n: Any = None
     k: Any = None
     is_grouped: bool = False
     """True if it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
-    num_groups: Any = None
-    """The number of groups of a grouped one."""
+    num_groups: Any = None  # The number of groups of a grouped one.
 
     @property
     def has_blocks(self) -> bool:

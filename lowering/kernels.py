@@ -262,12 +262,9 @@ def statistics_kernel(
 class _Rows:
     """The rows of a matrix that are measured: a map, or all of them."""
 
-    at: torch.Tensor | None
-    """int32: of each place the row, -1 for none."""
-    groups: torch.Tensor | None
-    """int32: the group of each tile of places; the number of groups for tiles of none."""
-    count: torch.Tensor
-    """Rows that a group reads, int64; of a batch those of all matrices."""
+    at: torch.Tensor | None  # int32: of each place the row, -1 for none.
+    groups: torch.Tensor | None  # int32: the group of each tile of places; the number of groups for tiles of none.
+    count: torch.Tensor  # Rows that a group reads, int64; of a batch those of all matrices.
 
 
 def _cells(how: How) -> tuple[int, int]:

@@ -49,8 +49,7 @@ class _Provider:
     """A function that computes an operation on the devices that `runs_on` accepts."""
 
     runs_on: Callable[[torch.device], bool]
-    load: Callable[[], Callable[..., Any]]
-    """Returns the function, which is imported by the first call."""
+    load: Callable[[], Callable[..., Any]]  # Returns the function, which is imported by the first call.
 
 
 class Operation(Generic[P, R]):
@@ -86,10 +85,8 @@ class Operation(Generic[P, R]):
         self._checks = [self._with_places(check, "check") for check in checks]
         self._providers: list[_Provider] = []
         self._require_known(indexed, "`indexed`")
-        self.indexed = {name: self._positions[name] for name in indexed}
-        """Position of each indexed argument."""
-        self.index_names = frozenset(f"{name}_index" for name in indexed)
-        """The names of the arguments that hold positions."""
+        self.indexed = {name: self._positions[name] for name in indexed}  # Position of each indexed argument.
+        self.index_names = frozenset(f"{name}_index" for name in indexed)  # The names of the arguments that hold positions.
         # A SymInt is a size; the other ints of our operations are constants of the graph that holds them.
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
         for size in sizes:

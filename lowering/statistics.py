@@ -140,10 +140,8 @@ def _of_copy(
 class Sums:
     """Counts of a matrix, and sums of each of its blocks [rows of blocks, columns of blocks]."""
 
-    counts: torch.Tensor
-    """[3] int64: UNDERFLOW, SATURATED, NON_FINITE."""
-    squares: torch.Tensor
-    """float64, as are the others."""
+    counts: torch.Tensor  # [3] int64: UNDERFLOW, SATURATED, NON_FINITE.
+    squares: torch.Tensor  # float64, as are the others.
     errors: torch.Tensor
     amax: torch.Tensor
     scale: torch.Tensor

@@ -49,8 +49,7 @@ class Trial(Generic[Gemm, Kind]):
         instead: str = "Triton's",
     ) -> None:
         self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
-        self.tried: dict[Kind, bool] = {}
-        """Kind -> True if the library is used."""
+        self.tried: dict[Kind, bool] = {}  # Kind -> True if the library is used.
         self.reasons: dict[Kind, str] = {}
         """Why it did not compute the last GEMM of a kind that it was asked for and did not take."""
 
@@ -164,8 +163,7 @@ class Decisions(Generic[Made]):
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Made] = {}
-        self.kept: Callable[[Hashable], Made | None] = self._made.get
-        """The decision of a key; None where none is kept."""
+        self.kept: Callable[[Hashable], Made | None] = self._made.get  # The decision of a key; None where none is kept.
 
     def keep(self, key: Hashable, made: Made, x: torch.Tensor) -> None:
         """Keep a decision about x and other tensors. Not while a CUDA graph is captured: no library is tried then, and a later

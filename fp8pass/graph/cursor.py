@@ -30,12 +30,9 @@ class Cursor:
     """A place in a graph where nodes are inserted. Every new node carries a fake value, its origin and a partitioner tag."""
 
     graph: fx.Graph
-    before: fx.Node
-    """New nodes come before this one, and have its origin."""
-    backward: bool
-    """The side of the partition that new nodes belong to."""
-    like: fx.Node | None = None
-    """If activation checkpointing recomputes this node, it recomputes the new ones, too."""
+    before: fx.Node  # New nodes come before this one, and have its origin.
+    backward: bool  # The side of the partition that new nodes belong to.
+    like: fx.Node | None = None  # If activation checkpointing recomputes this node, it recomputes the new ones, too.
     fake_mode: Any = None
     is_joint: bool = False
     results: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)

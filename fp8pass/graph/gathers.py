@@ -155,16 +155,12 @@ def _scaled(node: fx.Node, args: tuple[Any, ...], height: int) -> tuple[Any, ...
 class Gather:
     """An all-gather: every rank's shard, put together along the first dimension."""
 
-    wait: fx.Node
-    """The node that holds the gathered tensor."""
+    wait: fx.Node  # The node that holds the gathered tensor.
     collective: fx.Node
-    source: fx.Node
-    """This rank's shard."""
+    source: fx.Node  # This rank's shard.
     num_ranks: int
-    group: Any
-    """The process group, as the collective names it."""
-    shares_scales: bool
-    """Delayed scaling has equal scales on all its ranks."""
+    group: Any  # The process group, as the collective names it.
+    shares_scales: bool  # Delayed scaling has equal scales on all its ranks.
 
     @classmethod
     def read(cls, wait: fx.Node, shares_scales: Callable[[Any], bool]) -> Gather:

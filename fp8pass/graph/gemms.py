@@ -23,31 +23,21 @@ aten = torch.ops.aten
 class GemmKind:
     """An operation that multiplies matrices, or one of the two products of an operation that computes both gradients."""
 
-    a: int
-    """Position of the first operand among the arguments."""
-    b: int
-    """Position of the second operand."""
-    addend: int | None = None
-    """Position of what is added to the product."""
-    is_batched: bool = False
-    """It multiplies batches of matrices."""
-    is_grouped: bool = False
-    """It multiplies groups of rows, or batches of matrices, with one matrix each."""
-    offs: int | None = None
-    """Position of the groups' ends."""
-    transposes: tuple[bool, bool] = (False, False)
-    """For each operand whether the operation reads its transpose."""
+    a: int  # Position of the first operand among the arguments.
+    b: int  # Position of the second operand.
+    addend: int | None = None  # Position of what is added to the product.
+    is_batched: bool = False  # It multiplies batches of matrices.
+    is_grouped: bool = False  # It multiplies groups of rows, or batches of matrices, with one matrix each.
+    offs: int | None = None  # Position of the groups' ends.
+    transposes: tuple[bool, bool] = (False, False)  # For each operand whether the operation reads its transpose.
 
 
 class Form(enum.Enum):
     """The forms of a grouped GEMM, by the dimensions of its operands. E: groups, S: slots."""
 
-    ROWS = "2D x 3D"
-    """[S, K] x [E, K, N] -> [S, N]: the rows of each group are multiplied with a matrix of their own."""
-    SUMS = "2D x 2D"
-    """[M, S] x [S, N] -> [E, M, N]: each group's part of the sum over slots."""
-    BATCHED = "3D x 3D"
-    """[E, M, K] x [E, K, N] -> [E, M, N]."""
+    ROWS = "2D x 3D"  # [S, K] x [E, K, N] -> [S, N]: the rows of each group are multiplied with a matrix of their own.
+    SUMS = "2D x 2D"  # [M, S] x [S, N] -> [E, M, N]: each group's part of the sum over slots.
+    BATCHED = "3D x 3D"  # [E, M, K] x [E, K, N] -> [E, M, N].
 
 
 _KINDS = {
@@ -238,28 +228,20 @@ class GemmSite:
 
     node: fx.Node
     module: str
-    path: Path | None
-    """The module as the compiled frame names it; None where the GEMM ran outside of any module."""
+    path: Path | None  # The module as the compiled frame names it; None where the GEMM ran outside of any module.
     role: str
     m: Any
     n: Any
     k: Any
     source: str
-    operands: tuple[Operand, ...]
-    """Both operands, or none where the matmul cannot be rewritten."""
+    operands: tuple[Operand, ...]  # Both operands, or none where the matmul cannot be rewritten.
     is_backward: bool
-    forward: fx.Node | None = None
-    """The forward GEMM that a gradient belongs to, if there is one."""
-    within: str = ""
-    """The control-flow operation in one of whose subgraphs the matmul stands."""
-    form: Form | None = None
-    """The form of a grouped GEMM, batched ones included; None for others."""
-    groups: Any = 1
-    """Number of products: 1 for a GEMM of two matrices."""
-    offs: fx.Node | None = None
-    """The ends of the groups of a grouped GEMM; None where each product has a matrix of its own."""
-    target: Any = None
-    """The operation, where the node is one of its outputs."""
+    forward: fx.Node | None = None  # The forward GEMM that a gradient belongs to, if there is one.
+    within: str = ""  # The control-flow operation in one of whose subgraphs the matmul stands.
+    form: Form | None = None  # The form of a grouped GEMM, batched ones included; None for others.
+    groups: Any = 1  # Number of products: 1 for a GEMM of two matrices.
+    offs: fx.Node | None = None  # The ends of the groups of a grouped GEMM; None where each product has a matrix of its own.
+    target: Any = None  # The operation, where the node is one of its outputs.
 
     @property
     def is_batched(self) -> bool:
@@ -277,35 +259,25 @@ class Sharded:
     """The gather of a Parameter by FSDP2, in its hooks, before each graph that reads it."""
 
     num_ranks: int
-    rows: int
-    """Rows of each rank's part, with its padding."""
-    elements: int
-    """Elements of each rank's part."""
-    ranks: Any
-    """The process group."""
-    obstacle: Reason | None
-    """Why it is gathered as it is, whatever the graph does with it."""
+    rows: int  # Rows of each rank's part, with its padding.
+    elements: int  # Elements of each rank's part.
+    ranks: Any  # The process group.
+    obstacle: Reason | None  # Why it is gathered as it is, whatever the graph does with it.
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphInput:
     """Knowledge of one input of Dynamo's graph."""
 
-    path: Path | None
-    """The path by which the input was found, such as `self` -> `layers.0.attn.wq.weight`."""
+    path: Path | None  # The path by which the input was found, such as `self` -> `layers.0.attn.wq.weight`.
     owner: Path | None
     """The module that owns it; the input itself where it is an argument of a function, alone or in a dict or list."""
-    is_parameter: bool
-    """It is a Parameter or a buffer of a module: its content outlives the call."""
-    is_embedding: bool = False
-    """It is the weight of an nn.Embedding of the model, or of its output embedding."""
-    is_buffer: bool = False
-    """It is a buffer of a module, which is not trained."""
+    is_parameter: bool  # It is a Parameter or a buffer of a module: its content outlives the call.
+    is_embedding: bool = False  # It is the weight of an nn.Embedding of the model, or of its output embedding.
+    is_buffer: bool = False  # It is a buffer of a module, which is not trained.
     requires_grad: bool = False
-    not_kept: Reason | None = None
-    """The reason why no copies of a Parameter or buffer can be cached."""
-    sharded: Sharded | None = None
-    """The gather of a Parameter by FSDP2, where graphs read FP8 copies that it gathers."""
+    not_kept: Reason | None = None  # The reason why no copies of a Parameter or buffer can be cached.
+    sharded: Sharded | None = None  # The gather of a Parameter by FSDP2, where graphs read FP8 copies that it gathers.
 
 
 def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
@@ -317,12 +289,9 @@ def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
 class Surroundings:
     """Knowledge of the model around one of Dynamo's graphs, which may be a part of it."""
 
-    embeddings: tuple[int, ...] = ()
-    """The numbers of rows of embeddings that are not among the graph's inputs."""
-    returned: frozenset[int] | None = None
-    """Positions of the graph's results that are results of the model; None: all."""
-    read_widths: frozenset[int] | None = None
-    """The numbers of features that modules read; None where they are not known."""
+    embeddings: tuple[int, ...] = ()  # The numbers of rows of embeddings that are not among the graph's inputs.
+    returned: frozenset[int] | None = None  # Positions of the graph's results that are results of the model; None: all.
+    read_widths: frozenset[int] | None = None  # The numbers of features that modules read; None where they are not known.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,8 +299,7 @@ class GraphContext:
     """Knowledge that passes have besides the graph itself."""
 
     inputs: tuple[GraphInput, ...]
-    name_module: Callable[[Path], str]
-    """From a path below a variable of the frame to the path in the user's model."""
+    name_module: Callable[[Path], str]  # From a path below a variable of the frame to the path in the user's model.
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     shares_scales: Callable[[Any], bool] = lambda group: True
     """Delayed scaling has equal scales on all ranks of a collective's group."""

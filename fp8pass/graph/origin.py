@@ -152,13 +152,10 @@ def family(module: str) -> str:
 class TensorName:
     """A quantized tensor: the module and the kind of the GEMM operand that it is named after."""
 
-    module: str
-    """Path of the module in the user's model."""
+    module: str  # Path of the module in the user's model.
     kind: Kind
-    index: int = 1
-    """Counts the different tensors of one module and kind, from 1: a module that is called twice has two."""
-    format: str | None = None
-    """The FP8 dtype, such as "float8_e5m2", where the same tensor is also quantized to another one."""
+    index: int = 1  # Counts the different tensors of one module and kind, from 1: a module that is called twice has two.
+    format: str | None = None  # The FP8 dtype, such as "float8_e5m2", where the same tensor is also quantized to another one.
     recipe: int | None = None
     """Position of the tensor's recipe among those that keep state, where it is not the one that the rules give to the GEMM that
     the tensor is named after."""

@@ -22,8 +22,7 @@ from fp8pass.graph.values import depends_on, holds_tensor, value_of
 
 aten = torch.ops.aten
 
-FLAG = "autograd_backward"
-"""The entry that autograd's engine leaves in the metadata of nodes that it ran."""
+FLAG = "autograd_backward"  # The entry that autograd's engine leaves in the metadata of nodes that it ran.
 _TAG = "partitioner_tag"
 _ONES = frozenset({aten.ones_like.default, aten.ones.default, aten.full.default, aten.full_like.default, aten.new_ones.default})
 
@@ -120,8 +119,7 @@ class _Place(int):
     __slots__ = ()
 
 
-_place = functools.cache(_Place)
-"""Snapshots share places."""
+_place = functools.cache(_Place)  # Snapshots share places.
 
 
 class _Node(NamedTuple):

@@ -40,8 +40,7 @@ class Groups:
     """Groups of the rows of a matrix, as a grouped GEMM reads them: consecutive slots, one row each, belong to one group after
     the other."""
 
-    offs: fx.Node
-    """[groups] int32: where each group ends, counted in slots. Slots from the last entry on belong to no group."""
+    offs: fx.Node  # [groups] int32: where each group ends, counted in slots. Slots from the last entry on belong to no group.
     index: fx.Node | None = None
     """[slots] integers: the row that each slot reads, by a gather that quantization commutes with. None: slot i reads row i."""
 
@@ -58,10 +57,8 @@ class MatrixValue:
     cols: Any
     reshape: fx.Node | None = dataclasses.field(default=None, compare=False)
     """A node that ends in this matrix's two sizes (in a batch's three), where root is of another shape."""
-    batch: Any = None
-    """Number of matrices in a batch [batch, rows, cols]; None for a matrix."""
-    groups: Groups | None = None
-    """The rows that are read, and for which group; None where all are and there are no groups."""
+    batch: Any = None  # Number of matrices in a batch [batch, rows, cols]; None for a matrix.
+    groups: Groups | None = None  # The rows that are read, and for which group; None where all are and there are no groups.
 
     def __hash__(self) -> int:
         return hash(self.root)

@@ -41,16 +41,13 @@ class Applied:
     gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM, which is no longer in the graph -> the scaled GEMM in its place."""
     copies: dict[Copy, Quantized] = dataclasses.field(default_factory=dict)
-    results: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
-    """Rewritten GEMM -> what holds its result now."""
+    results: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)  # Rewritten GEMM -> what holds its result now.
     readers: dict[fx.Node, tuple[fx.Node, ...]] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> the nodes that read its result."""
     state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)
     """The placeholders of each recipe that keeps state."""
-    trains: bool = False
-    """The graph has a backward."""
-    variants: frozenset[str] = frozenset()
-    """Peculiarities of the calls that the graph is for."""
+    trains: bool = False  # The graph has a backward.
+    variants: frozenset[str] = frozenset()  # Peculiarities of the calls that the graph is for.
 
     def now(self, node: fx.Node) -> fx.Node:
         """The node that has the value of one which the plan names: it may be a GEMM that was rewritten."""
@@ -98,8 +95,7 @@ class _Rewriter:
                 is_first=FIRST_STEP in options.variants,
             )
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch for copy in cast.copies}
-        self.reshapes: list[fx.Node] = []
-        """Reshapes of values that backward computes again."""
+        self.reshapes: list[fx.Node] = []  # Reshapes of values that backward computes again.
         self.valid: dict[Hashable, fx.Node] = {}
         """Groups, number of rows, side of the partition -> which rows belong to some group."""
 

@@ -226,8 +226,7 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
 # 5. If no forward GEMM read the tensor: `gradient @ ...` is grad_input, `... @ gradient` is grad_weight.
 
 
-Taken = set[tuple[fx.Node, str]]
-"""Gradients already found: (forward GEMM, role)."""
+Taken = set[tuple[fx.Node, str]]  # Gradients already found: (forward GEMM, role).
 
 
 def mate_and_role(

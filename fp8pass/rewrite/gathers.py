@@ -30,15 +30,13 @@ from fp8pass.schemes.copies import Layout, QuantizedTensor
 class _Facts:
     """Facts about graph and plan that every gather's decision needs, found once: a graph may have hundreds of gathers."""
 
-    layouts: Mapping[QuantizedTensor, Sequence[Layout]]
-    """The layouts of each tensor's copies."""
+    layouts: Mapping[QuantizedTensor, Sequence[Layout]]  # The layouts of each tensor's copies.
     sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
     """The layouts of the copies that forward reads, and of those that backward reads."""
     first_reader: Mapping[QuantizedTensor, tuple[int, GemmSite]]
     """The first GEMM that reads a copy of the tensor, behind its place in the graph."""
     rewritten: frozenset[fx.Node]
-    origin: Mapping[fx.Node, fx.Node | None]
-    """Node -> the one node of whose elements alone it consists (`origins`)."""
+    origin: Mapping[fx.Node, fx.Node | None]  # Node -> the one node of whose elements alone it consists (`origins`).
     live: frozenset[fx.Node]
 
 

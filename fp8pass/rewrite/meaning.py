@@ -26,10 +26,8 @@ c10d = torch.ops._c10d_functional
 ops = torch.ops.lowering
 prims = torch.ops.prims
 
-TRANSPOSE = ("transpose",)
-"""The move that swaps the last two dimensions."""
-STORED = ("stored",)
-"""Written to memory of its own, contiguous."""
+TRANSPOSE = ("transpose",)  # The move that swaps the last two dimensions.
+STORED = ("stored",)  # Written to memory of its own, contiguous.
 _COLUMNS = {"rowwise": False, "columnwise": True}
 #: Arguments that say how an operation scales or rounds, in the order in which terms have them.
 _OPTIONS = ("dtype", "granularity", "square", "power_of_2", "epsilon", "inverse", "margin", "compact")
@@ -63,8 +61,7 @@ class Vector:
     """Several terms in one tensor, one behind the other."""
 
     items: tuple[Any, ...]
-    ends: tuple[int, ...]
-    """The position where each ends."""
+    ends: tuple[int, ...]  # The position where each ends.
 
     @classmethod
     def of(cls, items: Collection[Any], sizes: Collection[int] | None = None) -> Vector:

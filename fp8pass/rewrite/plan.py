@@ -47,19 +47,14 @@ from lowering.paths import GemmPath
 class Options:
     """Options of the rewrite of one graph."""
 
-    trains: bool
-    """The graph has a backward: inference records no amax and saves nothing."""
+    trains: bool  # The graph has a backward: inference records no amax and saves nothing.
     contiguous_outputs: bool
     """Every result cut from a padded N is copied, for backends that take the strides of tracing for granted; otherwise those
     that the graph returns."""
-    given: CompileOptions = dataclasses.field(default_factory=CompileOptions)
-    """The user's."""
-    watch: MonitorSpec | None = None
-    """The statistics that the graph measures; None: nothing."""
-    variants: frozenset[str] = USUAL
-    """Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
-    device: Device | None = None
-    """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
+    given: CompileOptions = dataclasses.field(default_factory=CompileOptions)  # The user's.
+    watch: MonitorSpec | None = None  # The statistics that the graph measures; None: nothing.
+    variants: frozenset[str] = USUAL  # Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`.
+    device: Device | None = None  # Whose constants estimates are made with; None: those of the device that a GEMM is on.
     may_ask: bool = False
     """The graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 
@@ -70,8 +65,7 @@ class Rewritten:
 
     site: GemmSite
     recipe: Recipe
-    copies: tuple[Copy, Copy]
-    """The copies of its operands."""
+    copies: tuple[Copy, Copy]  # The copies of its operands.
     reason: ClassVar[None] = None
     dequantized: ClassVar[tuple[tuple[int, Copy], ...]] = ()
 
@@ -81,8 +75,7 @@ class HighPrecision:
     """A GEMM that stays in high precision."""
 
     site: GemmSite
-    recipe: Recipe | None
-    """None where a rule names none."""
+    recipe: Recipe | None  # None where a rule names none.
     reason: Reason
     dequantized: tuple[tuple[int, Copy], ...] = ()
     """Operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
@@ -103,12 +96,9 @@ class Gathered:
 
     gather: Gather
     tensors: tuple[QuantizedTensor, ...]
-    bytes_per_element: float
-    """Bytes that FP8 copies and their scales take per element of the tensor."""
-    reader: GemmSite
-    """The first GEMM that reads the gathered tensor."""
-    reason: Reason | None
-    """Why high precision travels; None if FP8 does."""
+    bytes_per_element: float  # Bytes that FP8 copies and their scales take per element of the tensor.
+    reader: GemmSite  # The first GEMM that reads the gathered tensor.
+    reason: Reason | None  # Why high precision travels; None if FP8 does.
     moves: tuple[tuple[Any, ...], ...]
     """The moves that lead from the gather to each of the tensors, as terms have them (`meaning.py`)."""
 
@@ -118,18 +108,13 @@ class KeptWeight:
     """A weight whose copies may be kept between calls, and whether they are."""
 
     tensor: QuantizedTensor
-    layouts: tuple[Layout, ...]
-    """The layouts of its copies, rowwise first."""
-    kept: WeightTensor | Reason
-    """The copies that are cached, or why the weight is cast at each call."""
+    layouts: tuple[Layout, ...]  # The layouts of its copies, rowwise first.
+    kept: WeightTensor | Reason  # The copies that are cached, or why the weight is cast at each call.
     sharded: Sharded | None = None
     """The gather of FSDP2. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
-    bytes_per_element: float = 1.0
-    """Bytes per element that then travel, with the scales."""
-    is_static: bool = True
-    """The copies stay where they are from call to call: those of a weight that the graph trains do not."""
-    turned: tuple[Copy, ...] = ()
-    """Copies that the graph makes of the bytes of the one that is kept."""
+    bytes_per_element: float = 1.0  # Bytes per element that then travel, with the scales.
+    is_static: bool = True  # The copies stay where they are from call to call: those of a weight that the graph trains do not.
+    turned: tuple[Copy, ...] = ()  # Copies that the graph makes of the bytes of the one that is kept.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +122,15 @@ class Epilogue:
     """The way of the product of two FP8 copies to the result of the GEMM whose place it takes."""
 
     out_dtype: torch.dtype
-    fast_accum: bool
-    """The GEMM may accumulate in the tensor cores' shorter accumulator."""
-    bias: fx.Node | None
-    """A vector [N] that the GEMM adds before the one rounding."""
-    addend: fx.Node | None
-    """Anything else, which is added to the result."""
+    fast_accum: bool  # The GEMM may accumulate in the tensor cores' shorter accumulator.
+    bias: fx.Node | None  # A vector [N] that the GEMM adds before the one rounding.
+    addend: fx.Node | None  # Anything else, which is added to the result.
     cuts_rows: Literal["operand", "result", "none"]
     """The place where rows of padding are cut off: the first operand's copy, if its scale fits any rows, or of the result."""
-    cuts_columns: bool
-    """Columns of padding are cut off the result. A bias is padded as they are."""
+    cuts_columns: bool  # Columns of padding are cut off the result. A bias is padded as they are.
 
 
-Launch = tuple[Cast, ...]
-"""Casts that are made by one operation, before the GEMM that needs the first of them."""
+Launch = tuple[Cast, ...]  # Casts that are made by one operation, before the GEMM that needs the first of them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +139,8 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     names: TensorNames
-    gathers: tuple[Gathered, ...] = ()
-    """Every all-gather that feeds FP8 GEMMs, in graph order."""
-    weights: tuple[KeptWeight, ...] = ()
-    """Every weight whose copies may be kept between calls."""
+    gathers: tuple[Gathered, ...] = ()  # Every all-gather that feeds FP8 GEMMs, in graph order.
+    weights: tuple[KeptWeight, ...] = ()  # Every weight whose copies may be kept between calls.
     fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
     """Weight -> those that have one scale together, itself among them, of weights that share one."""
     kept: Mapping[Copy, FromInput | FromCopy] = dataclasses.field(default_factory=dict)
@@ -176,8 +154,7 @@ class Plan:
     """GEMM -> its expected seconds in bfloat16 and as planned."""
     paths: Mapping[fx.Node, GemmPath] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what computes it on the device that the estimates are for."""
-    launches: tuple[Launch, ...] = ()
-    """All casts, in the order in which they are needed."""
+    launches: tuple[Launch, ...] = ()  # All casts, in the order in which they are needed.
     epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what follows the product."""
 

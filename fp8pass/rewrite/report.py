@@ -109,27 +109,20 @@ class OperandRecord:
     """An operand of a GEMM in FP8."""
 
     quantization: Quantization
-    state_name: TensorName | None
-    """Under which its scale is in the recipe's state; None where it is not."""
+    state_name: TensorName | None  # Under which its scale is in the recipe's state; None where it is not.
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightRecord:
     """An input of a graph that a forward GEMM reads as its weight, directly or through casts and views."""
 
-    input: int
-    """Position among the inputs of Dynamo's graph."""
-    shape: tuple[Any, ...]
-    """The shape of the matrix or the batch, as it is stored."""
-    dtype: torch.dtype
-    """In which the graph receives it."""
-    is_turned: bool
-    """The GEMM contracts the first dimension of the stored matrix and not the last."""
-    reason: str | None
-    """Why the GEMM runs in high precision; None if in FP8."""
+    input: int  # Position among the inputs of Dynamo's graph.
+    shape: tuple[Any, ...]  # The shape of the matrix or the batch, as it is stored.
+    dtype: torch.dtype  # In which the graph receives it.
+    is_turned: bool  # The GEMM contracts the first dimension of the stored matrix and not the last.
+    reason: str | None  # Why the GEMM runs in high precision; None if in FP8.
     recipe: Recipe | None = None
-    weight: OperandRecord | None = None
-    """None, like the next one, for a GEMM in high precision."""
+    weight: OperandRecord | None = None  # None, like the next one, for a GEMM in high precision.
     input_operand: OperandRecord | None = None
     fused: tuple[int | None, ...] = ()
     """The positions of the weights that have one scale together, its own among them; None for one that is no input."""

@@ -65,24 +65,19 @@ class Work:
     graph: fx.Graph
     context: GraphContext
     rules: Rules
-    inputs: Mapping[Hashable, fx.Node]
-    """The placeholders of the graph's extra inputs, by key."""
+    inputs: Mapping[Hashable, fx.Node]  # The placeholders of the graph's extra inputs, by key.
     options: Options
-    known: frozenset[fx.Node]
-    """The nodes that the graph had before."""
+    known: frozenset[fx.Node]  # The nodes that the graph had before.
     permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)
     """Gathers, each with the scatter whose place it took."""
     sites: tuple[GemmSite, ...] = ()
     selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
     """GEMMs that stay in high precision unless a rule matches them."""
-    heads: frozenset[fx.Node] = frozenset()
-    """GEMMs that look like a head."""
+    heads: frozenset[fx.Node] = frozenset()  # GEMMs that look like a head.
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
-    watched: tuple[MonitorRow, ...] = ()
-    """The statistics that the graph measures."""
-    sent_as_bytes: tuple[Gather, ...] = ()
-    """Gathers in high precision that send uint8, as they were before."""
+    watched: tuple[MonitorRow, ...] = ()  # The statistics that the graph measures.
+    sent_as_bytes: tuple[Gather, ...] = ()  # Gathers in high precision that send uint8, as they were before.
 
     @property
     def state(self) -> dict[Recipe, StateNodes]:
@@ -107,24 +102,16 @@ class Rewrite:
     gemms: list[GemmRecord]
     tensors: dict[Recipe, list[StateTensor]]
     """Per recipe that keeps state the tensors whose scales the graph takes from the state, in the order of its slots."""
-    aliases: tuple[tuple[TensorName, TensorName], ...]
-    """(another name, the name) of shared tensors."""
-    gathers: list[GatherRecord]
-    """The all-gathers that feed FP8 GEMMs."""
-    weights: list[WeightRecord]
-    """The inputs that forward GEMMs read as weights."""
-    kept: list[KeptRecord]
-    """The weights whose copies may be kept between calls."""
-    reads: dict[int, str]
-    """Inputs of Dynamo's graph that the rewritten graph itself reads -> the operation that does."""
-    estimates: list[Estimate | None]
-    """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
-    estimated_for: str
-    """The device that the estimates are for, with a remark where it is not the graph's own."""
+    aliases: tuple[tuple[TensorName, TensorName], ...]  # (another name, the name) of shared tensors.
+    gathers: list[GatherRecord]  # The all-gathers that feed FP8 GEMMs.
+    weights: list[WeightRecord]  # The inputs that forward GEMMs read as weights.
+    kept: list[KeptRecord]  # The weights whose copies may be kept between calls.
+    reads: dict[int, str]  # Inputs of Dynamo's graph that the rewritten graph itself reads -> the operation that does.
+    estimates: list[Estimate | None]  # Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic.
+    estimated_for: str  # The device that the estimates are for, with a remark where it is not the graph's own.
     before: Snapshot
     after: Snapshot
-    watched: tuple[MonitorRow, ...]
-    """The statistics that the graph measures, in the order of its rows."""
+    watched: tuple[MonitorRow, ...]  # The statistics that the graph measures, in the order of its rows.
     passes: list[PassRecord]
     saved: list[SavedRecord] = dataclasses.field(default_factory=list)
     """With `saved_activations`, the values that the forward saves for the backward, known when the graph is partitioned."""

@@ -42,10 +42,8 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 ops = torch.ops.lowering
 
-SMALL = 1024
-"""Values of at most so many elements are saved as they are."""
-SMALLER = 16
-"""And those that are so many times smaller than the largest value that is saved, such as statistics of rows."""
+SMALL = 1024  # Values of at most so many elements are saved as they are.
+SMALLER = 16  # And those that are so many times smaller than the largest value that is saved, such as statistics of rows.
 
 _MOVES = (
     RESHAPES
@@ -86,28 +84,17 @@ _POINTWISE_NAMES, _NORM_NAMES, _SENSITIVE_NAMES = (frozenset(names.split()) for 
 class SavedValue:
     """A value that the forward saves for the backward, and how."""
 
-    node: fx.Node
-    """The node of the forward graph that holds it."""
-    read: fx.Node
-    """The input of the backward graph that it is."""
-    position: int
-    """Its place among the results of the forward graph."""
-    module: str
-    """Path of the module that made it."""
-    recipe: Recipe | None
-    """That of the rules; None where they keep high precision."""
-    quantization: Quantization | None
-    """None: in high precision."""
-    reason: Reason | None
-    """Why in high precision."""
-    order: tuple[int, ...]
-    """Its dimensions, as they lie in memory."""
-    bytes_before: Any
-    """Bytes that saving it takes in high precision: none where another value holds its memory."""
-    bytes_after: Any
-    """Bytes that are saved for it: none for a copy that is saved anyway."""
-    shared: SharedCopy | None = None
-    """The copy that it is saved as, if a GEMM reads one."""
+    node: fx.Node  # The node of the forward graph that holds it.
+    read: fx.Node  # The input of the backward graph that it is.
+    position: int  # Its place among the results of the forward graph.
+    module: str  # Path of the module that made it.
+    recipe: Recipe | None  # That of the rules; None where they keep high precision.
+    quantization: Quantization | None  # None: in high precision.
+    reason: Reason | None  # Why in high precision.
+    order: tuple[int, ...]  # Its dimensions, as they lie in memory.
+    bytes_before: Any  # Bytes that saving it takes in high precision: none where another value holds its memory.
+    bytes_after: Any  # Bytes that are saved for it: none for a copy that is saved anyway.
+    shared: SharedCopy | None = None  # The copy that it is saved as, if a GEMM reads one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,29 +102,18 @@ class SavedRecord:
     """A value that the forward saves for the backward, and how."""
 
     role: ClassVar[str] = SAVED
-    module: str
-    """Path of the module in the user's model that made it."""
-    op: str
-    """The operation that made it, such as "mul"."""
+    module: str  # Path of the module in the user's model that made it.
+    op: str  # The operation that made it, such as "mul".
     shape: tuple[int | str, ...]
-    dtype: str
-    """As it was, such as "bfloat16"."""
-    bytes_before: int | str
-    """Bytes in high precision; a string for dynamic sizes, 0 where another value holds its memory."""
-    bytes_after: int | str
-    """Bytes that are saved, scales included; 0 for a copy that is saved for a GEMM anyway."""
-    quantized: bool
-    """It is saved in FP8."""
-    format: str | None
-    """Such as "e4m3 1x128"; None in high precision."""
-    shared_with: str | None
-    """The module whose FP8 GEMM reads the copy; None for a copy that is made to be saved."""
-    reason: str | None
-    """Why it is not: the kind of reason and the details."""
-    source: str
-    """The place in the user's code: `file:line`."""
-    path: Path | None = dataclasses.field(default=None, repr=False)
-    """The module as the compiled frame names it."""
+    dtype: str  # As it was, such as "bfloat16".
+    bytes_before: int | str  # Bytes in high precision; a string for dynamic sizes, 0 where another value holds its memory.
+    bytes_after: int | str  # Bytes that are saved, scales included; 0 for a copy that is saved for a GEMM anyway.
+    quantized: bool  # It is saved in FP8.
+    format: str | None  # Such as "e4m3 1x128"; None in high precision.
+    shared_with: str | None  # The module whose FP8 GEMM reads the copy; None for a copy that is made to be saved.
+    reason: str | None  # Why it is not: the kind of reason and the details.
+    source: str  # The place in the user's code: `file:line`.
+    path: Path | None = dataclasses.field(default=None, repr=False)  # The module as the compiled frame names it.
 
 
 # -- plan
@@ -380,14 +356,11 @@ def _is_pointwise(node: fx.Node) -> bool:
 class AppliedSaved:
     """The nodes that a saved value became."""
 
-    data: fx.Node
-    """In the forward graph, as the next one."""
+    data: fx.Node  # In the forward graph, as the next one.
     scale_inv: fx.Node
-    data_input: fx.Node
-    """In the backward graph, as the next ones."""
+    data_input: fx.Node  # In the backward graph, as the next ones.
     scale_input: fx.Node
-    loaded: fx.Node
-    """The value that is read there instead."""
+    loaded: fx.Node  # The value that is read there instead.
     added: tuple[tuple[fx.Node, fx.Node], ...]
     """The results of the forward, with the inputs of the backward, that take the place of the value; those of a shared copy
     may be saved anyway."""

@@ -42,21 +42,14 @@ SAME_ORDER = RESHAPES | {
 class SharedCopy:
     """An E4M3 copy of a saved value that a GEMM reads."""
 
-    module: str
-    """Path of the module whose GEMM reads it."""
-    data: fx.Node
-    """In the forward graph: the result that the backward gets, or will get."""
-    scale_inv: fx.Node
-    """Its scales there, laid out as the GEMM reads them; a vector that has its scale."""
-    index: int | None
-    """The position of the scale in a vector."""
+    module: str  # Path of the module whose GEMM reads it.
+    data: fx.Node  # In the forward graph: the result that the backward gets, or will get.
+    scale_inv: fx.Node  # Its scales there, laid out as the GEMM reads them; a vector that has its scale.
+    index: int | None  # The position of the scale in a vector.
     quantization: Quantization
-    matrix: fx.Node
-    """The matrix [rows, columns] that was cast."""
-    columnwise: bool
-    """The copy is of its transpose."""
-    transposed: bool
-    """`data` is the transpose of the copy."""
+    matrix: fx.Node  # The matrix [rows, columns] that was cast.
+    columnwise: bool  # The copy is of its transpose.
+    transposed: bool  # `data` is the transpose of the copy.
 
     @property
     def is_by_column(self) -> bool:

@@ -164,10 +164,8 @@ class Scatter:
     """A node that adds rows to zeros, each to another one."""
 
     node: fx.Node
-    rows: fx.Node
-    """[rows, ...], of the same shape as the node."""
-    index: fx.Node
-    """[rows] integers: the node equals `rows[index]`, but for the sign of zeros."""
+    rows: fx.Node  # [rows, ...], of the same shape as the node.
+    index: fx.Node  # [rows] integers: the node equals `rows[index]`, but for the sign of zeros.
 
 
 def permuting_scatters(graph: fx.Graph) -> list[Scatter]:

@@ -478,8 +478,7 @@ def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
 def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
     """Every inserted node has the shapes, strides, dtypes and devices that its operation gives it."""
     mode = Cursor.start(graph).fake_mode
-    made_of: dict[Any, Any] = {}
-    """Operation and forms of its arguments -> what it gives: layers repeat each other."""
+    made_of: dict[Any, Any] = {}  # Operation and forms of its arguments -> what it gives: layers repeat each other.
     for node in graph.nodes:
         if node in known or node.op != "call_function":
             continue
@@ -519,8 +518,7 @@ def _described(value: Any) -> str:
 # -- What is saved in FP8, in the two graphs that the partitioner made
 
 
-Arguments = Mapping[fx.Node, tuple[Any, Any]]
-"""The arguments of each node of a graph, by position and by name."""
+Arguments = Mapping[fx.Node, tuple[Any, Any]]  # The arguments of each node of a graph, by position and by name.
 
 
 def arguments(graph: fx.Graph) -> Arguments:

@@ -48,8 +48,7 @@ class JointPass(CustomGraphPass):
     compiled: CompiledGraph
     variants: frozenset[str] = USUAL
     generates_code: bool = True
-    may_ask: bool = False
-    """True if the pass may raise InputsMissing."""
+    may_ask: bool = False  # True if the pass may raise InputsMissing.
 
     def __post_init__(self) -> None:
         self.earlier = earlier_passes(self.options.patches if self.generates_code else {})

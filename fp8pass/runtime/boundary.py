@@ -31,8 +31,7 @@ class Passes:
         """Forwards whose backward may come, or come again. A graph that is given up takes its own along."""
         self.last_forward = 0
         """The number of the last forward of training, in the order of all sessions; 0 before there is one."""
-        self.last_backward = -1
-        """Torch's number of the last call of backward that reached a graph since; -1 where none did."""
+        self.last_backward = -1  # Torch's number of the last call of backward that reached a graph since; -1 where none did.
 
     def note_forward(self, result: Any) -> None:
         """Take note of a graph that has run for training and returned `result`. A recomputation, which runs in a backward, is a

@@ -48,12 +48,9 @@ _ATTRIBUTE = "_fp8pass"
 class Record:
     """The record of a rewrite, as bytes, in an entry of AOTAutograd's cache."""
 
-    key: str
-    """The key of the graph that was rewritten."""
-    content: bytes
-    """The pickled rewrite, summary, and whether the graph trains."""
-    obstacle: str = ""
-    """Why there is no content."""
+    key: str  # The key of the graph that was rewritten.
+    content: bytes  # The pickled rewrite, summary, and whether the graph trains.
+    obstacle: str = ""  # Why there is no content.
 
     @property
     def digest(self) -> str:

@@ -49,19 +49,15 @@ class StepClock:
 
     def __init__(self, mode: StepMode, reduction: AmaxReduction, at_graphs: bool = False):
         self.mode = mode
-        self.at_graphs = at_graphs
-        """True if calls of graphs end steps, instead of outermost forwards."""
+        self.at_graphs = at_graphs  # True if calls of graphs end steps, instead of outermost forwards.
         self.recorded = False
         """True if a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
         self.trained = False
         """True if an outermost forward with gradients began since the last step boundary, or a graph of one ran."""
-        self.went_backward = False
-        """True if a backward ran since the last step boundary; known only where graphs end steps."""
-        self.agrees = False
-        """True if ranks do something together at step boundaries besides reducing amaxes."""
+        self.went_backward = False  # True if a backward ran since the last step boundary; known only where graphs end steps.
+        self.agrees = False  # True if ranks do something together at step boundaries besides reducing amaxes.
         self._reduction = reduction
-        self.depth = threading.local()
-        """`value`: the number of forwards that a thread is in; not set in one that was in none."""
+        self.depth = threading.local()  # `value`: the number of forwards that a thread is in; not set in one that was in none.
 
     @property
     def is_step_pending(self) -> bool:
@@ -126,10 +122,8 @@ class ManualSteps:
         self._version: int | None = None
         self._place: Place | None = None
         self._is_updated = False
-        self.num_updates = 0
-        """Updates of the weights, each followed by a forward with gradients."""
-        self.num_forwards = 0
-        """Outermost forwards with gradients."""
+        self.num_updates = 0  # Updates of the weights, each followed by a forward with gradients.
+        self.num_forwards = 0  # Outermost forwards with gradients.
         listen(self.after_optimizer)
 
     def begin_forward(self) -> None:

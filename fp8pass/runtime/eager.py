@@ -57,8 +57,7 @@ _KINDS = ("graph_break", "unimplemented")
 _CANNOT_RESUME = "step_unsupported"
 """Dynamo's word for an obstacle behind which it cannot resume; what it met is among those that it counted."""
 
-_Key = tuple[str, str, int]
-"""File, name and first line: what code that Dynamo changed has in common with the original."""
+_Key = tuple[str, str, int]  # File, name and first line: what code that Dynamo changed has in common with the original.
 
 #: The setting with which torch.compile traces nn.LSTM and its like.
 ALLOW_RNN = "torch._dynamo.config.allow_rnn = True before the first call makes torch.compile trace it"
@@ -72,8 +71,7 @@ _LINEARS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAtte
 #: Calls in the forward of another module that has Parameters: it multiplies by them.
 _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "_grouped_mm", "grouped_mm"))
 
-_breaks: dict[_Key, str] = {}
-"""Frame -> why Dynamo ended a graph in it, or left it eager."""
+_breaks: dict[_Key, str] = {}  # Frame -> why Dynamo ended a graph in it, or left it eager.
 _left_eager: set[_Key] = set()
 _in_thread = threading.local()
 _numbers = itertools.count()
@@ -92,18 +90,14 @@ class EagerRun:
     is_expected: bool = False
     """True if no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
     recurrent modules, which torch.compile traces only with a setting."""
-    m: int | str = "?"
-    """Rows of its input; "?", like n and k, where they are not known."""
+    m: int | str = "?"  # Rows of its input; "?", like n and k, where they are not known.
     n: int | str = "?"
     k: int | str = "?"
-    is_gemm: bool = True
-    """False for a recurrent module, which has a kernel of its own."""
-    source: str = ""
-    """file:line of the user's code that called it."""
+    is_gemm: bool = True  # False for a recurrent module, which has a kernel of its own.
+    source: str = ""  # file:line of the user's code that called it.
 
 
-Watched = tuple[str, "weakref.ref[nn.Module]"]
-"""A module, with its path in the user's model."""
+Watched = tuple[str, "weakref.ref[nn.Module]"]  # A module, with its path in the user's model.
 
 
 class EagerRuns:
@@ -111,14 +105,12 @@ class EagerRuns:
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
-        self.found: dict[str, EagerRun] = {}
-        """By the module's path, in the order in which they were found."""
+        self.found: dict[str, EagerRun] = {}  # By the module's path, in the order in which they were found.
         self._reads: dict[int, tuple[frozenset[str], CodeType | None]] = {}
         """Number of an instance -> the modules whose Parameters its graph reads, and the frame that Dynamo traced."""
         self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}
         """The instances that ran in a call -> the modules that none of them reads."""
-        self._num_calls: dict[frozenset[int], int] = {}
-        """The number of such calls that were followed by another one."""
+        self._num_calls: dict[frozenset[int], int] = {}  # The number of such calls that were followed by another one.
         self._last: frozenset[int] | None = None
         self.is_settled = False
         """True if the last call left nothing to watch: its graphs read each module that multiplies, or it is known to run
@@ -237,11 +229,9 @@ class Call:
 
     def __init__(self, runs: EagerRuns, outer: Call | None, is_part: bool):
         self.runs = runs
-        self.outer = outer
-        """The call of another compiled model that this one is within."""
+        self.outer = outer  # The call of another compiled model that this one is within.
         self.is_part = is_part
-        self.graphs: frozenset[int] = frozenset()
-        """The instances that ran."""
+        self.graphs: frozenset[int] = frozenset()  # The instances that ran.
         self.fired: dict[str, tuple[EagerRun, Callable[[bool], bool]]] = {}
         """The watched modules that were called, each with a function for the end of the call: (whether a graph of the call
         reads the module) -> whether it ran eagerly."""

@@ -24,8 +24,7 @@ class EagerCode(OutputCode):
 
     graph: fx.GraphModule | None
     is_backward: bool = False
-    stored: bytes | None = None
-    """The graph in an entry of the cache."""
+    stored: bytes | None = None  # The graph in an entry of the cache.
 
     def __post_init__(self) -> None:
         self._boxed_call = True

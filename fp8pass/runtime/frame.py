@@ -80,14 +80,11 @@ class Instance:
         self.number = next_number()
         self._seen = seen
         self._first = next(iter(seen), 0)
-        self.bound = bound
-        """Per provider that the graph has inputs of, by its position among all."""
+        self.bound = bound  # Per provider that the graph has inputs of, by its position among all.
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
         self.identity: Hashable = known or parameters
-        self.is_read = any(inputs.is_read for inputs in bound.values())
-        """True if the graph reads any of its extra inputs."""
-        self.records = trains and self.is_read
-        """True if calls with gradients write into them what a step boundary reads."""
+        self.is_read = any(inputs.is_read for inputs in bound.values())  # True if the graph reads any of its extra inputs.
+        self.records = trains and self.is_read  # True if calls with gradients write into them what a step boundary reads.
 
     def is_of(self, args: tuple[Any, ...]) -> bool:
         """True if arguments with its identities are its Parameters, and not others that came where they were. The first one
@@ -148,8 +145,7 @@ class Frame:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
         """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
-        self._module = copied(gm)
-        """A copy without extra inputs, which compiling does not change."""
+        self._module = copied(gm)  # A copy without extra inputs, which compiling does not change.
         context = TracingContext.try_get()
         self._context = None if context is None else weakref.ref(context)
         self._fake_mode = None if context is None else context.fake_mode
@@ -158,8 +154,7 @@ class Frame:
         self._other_args = _getter([i for i, given in enumerate(self.inputs) if not given.is_parameter])
         self._tensor = next((i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)), None)
         """Position of the first tensor among the arguments."""
-        self._wants = 0
-        """Position of an argument that wanted a gradient in the last call of training."""
+        self._wants = 0  # Position of an argument that wanted a gradient in the last call of training.
         self._first = self._usual = self._compile(session, session.key, (gm, example_inputs))
         self.graphs = {self._first.key: self._first}
 

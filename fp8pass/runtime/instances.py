@@ -29,8 +29,7 @@ class Placement:
     """Per variable, what begins a path below it -> what begins the path in the model instead. With `self` in `layers.3`, ""
     becomes "layers.3"; where `args` holds the model first, "0" becomes ""."""
     has_root: bool
-    wrapped: frozenset[str] = frozenset()
-    """Paths that wrappers such as DistributedDataParallel add; names leave them out."""
+    wrapped: frozenset[str] = frozenset()  # Paths that wrappers such as DistributedDataParallel add; names leave them out.
 
     def name_module(self, path: Path | None) -> str:
         """The path in the user's model of one below a variable: ROOT for the model itself, "matmul" outside of any module."""

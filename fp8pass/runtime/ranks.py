@@ -49,11 +49,9 @@ _LAST_LOOK = 1024
 
 _ORDER = "the order of "
 
-Store = Any
-"""torch.distributed's, which torch does not export."""
+Store = Any  # torch.distributed's, which torch does not export.
 
-Words = dict[str, str]
-"""Name of an argument of `fp8_compile` -> its value, in words that are the same in every process."""
+Words = dict[str, str]  # Name of an argument of `fp8_compile` -> its value, in words that are the same in every process.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +60,7 @@ class RankRecord:
 
     rank: int
     words: Words
-    reduces_over: list[int]
-    """The ranks over which amaxes are reduced; empty where none are."""
+    reduces_over: list[int]  # The ranks over which amaxes are reduced; empty where none are.
 
     def differences(self, other: RankRecord) -> list[str]:
         """The differences, with both values."""
@@ -101,19 +98,13 @@ class RankComparison:
     ):
         self._root, self._words, self._reduction, self._is_strict = root, words, reduction, is_strict
         self._guard = join
-        self._group: int | None = None
-        """The default process group in which it was compared."""
-        self._joined: int | None = None
-        """The one in which the others know that this rank takes part in reductions."""
-        self._key = self._members = ""
-        """Keys in the store: about this model, and about the ranks that reduce amaxes."""
+        self._group: int | None = None  # The default process group in which it was compared.
+        self._joined: int | None = None  # The one in which the others know that this rank takes part in reductions.
+        self._key = self._members = ""  # Keys in the store: about this model, and about the ranks that reduce amaxes.
         self._record: RankRecord | None = None
-        self._ranks: list[int] = []
-        """The ranks that the model itself shows."""
-        self._is_watching = False
-        """True if ranks may still come that differ."""
-        self._is_complete = False
-        """True if no other rank may differ once all that are expected have come."""
+        self._ranks: list[int] = []  # The ranks that the model itself shows.
+        self._is_watching = False  # True if ranks may still come that differ.
+        self._is_complete = False  # True if no other rank may differ once all that are expected have come.
         self._num_boundaries = 0
 
     def before_training(self) -> None:
@@ -313,8 +304,7 @@ class JoinGuard:
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
-        self._inner: list[weakref.ref[nn.Module]] | None = None
-        """The DDP modules in the model."""
+        self._inner: list[weakref.ref[nn.Module]] | None = None  # The DDP modules in the model.
         self._joined: Callable[[], nn.Module | None] = lambda: None
         """The DDP module of the last forward under a `Join` with manual steps."""
 

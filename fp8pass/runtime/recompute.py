@@ -40,8 +40,7 @@ class GraphKey:
     """The rules and the measurement of a step, which choose the graph that a call runs: NOTE [a switch] in `frame.py`."""
 
     rules: Rules
-    watch: MonitorSpec | None = None
-    """The scope of a measured step."""
+    watch: MonitorSpec | None = None  # The scope of a measured step.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,14 +49,11 @@ class FirstRun:
 
     remembered: Mapping[int, Any]
     """By the positions of the providers that the graph has inputs of, a record for the recomputation, such as the scales."""
-    recorded: bool
-    """True if its writes into its inputs counted."""
+    recorded: bool  # True if its writes into its inputs counted.
     variants: frozenset[str]
     key: GraphKey
-    trained: bool
-    """True if it ran with gradients."""
-    is_dry: bool = False
-    """True if it was part of a dry pass: then the recomputation is, too."""
+    trained: bool  # True if it ran with gradients.
+    is_dry: bool = False  # True if it was part of a dry pass: then the recomputation is, too.
 
 
 def input_key(args: Sequence[Any]) -> Key:

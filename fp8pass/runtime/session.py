@@ -45,10 +45,8 @@ PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
 class Summary:
     """Facts about the snapshots of a graph."""
 
-    state_inputs: tuple[str, ...]
-    """The names of the extra inputs that the rewritten graph has."""
-    saved: dict[str, int]
-    """Bytes that the forward saves for the backward, by dtype, the largest first; empty in inference."""
+    state_inputs: tuple[str, ...]  # The names of the extra inputs that the rewritten graph has.
+    saved: dict[str, int]  # Bytes that the forward saves for the backward, by dtype, the largest first; empty in inference.
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,31 +56,23 @@ class CompiledGraph:
     name: str
     key: GraphKey
     inputs: tuple[GraphInput, ...]
-    source: fx.GraphModule | None
-    """The graph before compilation: the same for all keys. No frame, which holds this record."""
-    extra_start: int
-    """Position of the first extra input among the graph's inputs."""
-    extra: tuple[tuple[ExtraInput, ...], ...]
-    """The extra inputs, per provider of the session that it was compiled in."""
+    source: fx.GraphModule | None  # The graph before compilation: the same for all keys. No frame, which holds this record.
+    extra_start: int  # Position of the first extra input among the graph's inputs.
+    extra: tuple[tuple[ExtraInput, ...], ...]  # The extra inputs, per provider of the session that it was compiled in.
     device: torch.device
-    placement: Placement
-    """The place in the model of the instance that the graph was traced with."""
+    placement: Placement  # The place in the model of the instance that the graph was traced with.
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations. Its snapshots are
     empty where it came from a cache: `snapshots.py`."""
-    summary: Summary | None = None
-    """Set with `rewrite` where that came from a cache, else when it is first asked for."""
-    cache: str = ""
-    """The use of AOTAutograd's cache: "hit", "miss", or "bypassed: ..." with the reason."""
+    summary: Summary | None = None  # Set with `rewrite` where that came from a cache, else when it is first asked for.
+    cache: str = ""  # The use of AOTAutograd's cache: "hit", "miss", or "bypassed: ..." with the reason.
     trace_again: Callable[[], bool] | None = None
     """Takes the snapshots of a graph that came from a cache; False where that is not possible any more."""
     forward: Snapshot | None = None
     backward: Snapshot | None = None
-    trains: bool = False
-    """True if the graph has a backward."""
-    function: Callable[..., Any] = lambda *args: None
-    """The compiled code of usual calls."""
+    trains: bool = False  # True if the graph has a backward.
+    function: Callable[..., Any] = lambda *args: None  # The compiled code of usual calls.
     variants: dict[tuple[frozenset[str], bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
     """(variants, whether code was generated) -> the compiled code of such calls."""
     num_calls: Counter[frozenset[str]] = dataclasses.field(default_factory=Counter)
@@ -123,22 +113,15 @@ class CompiledGraph:
 class Observations:
     """Observations of a model's calls, which decide about warnings."""
 
-    warned: set[str] = dataclasses.field(default_factory=set)
-    """The kinds of warnings so far: each is given once."""
-    eager_call: str | None = None
-    """Why the first call that ran no compiled graph did not; None where there was none."""
-    began_midway: bool = False
-    """True if the only call so far was seen from its middle on."""
+    warned: set[str] = dataclasses.field(default_factory=set)  # The kinds of warnings so far: each is given once.
+    eager_call: str | None = None  # Why the first call that ran no compiled graph did not; None where there was none.
+    began_midway: bool = False  # True if the only call so far was seen from its middle on.
     num_bound: int = 0
     """The number of times that a graph was bound to a module instance: while it is the same, nothing new has run."""
-    num_checked: int = -1
-    """`num_bound` at the last check whether the model runs as requested."""
-    awaits_backward: bool = True
-    """True if the first backward is still to come."""
-    went_backward: bool = False
-    """True if a backward has reached one of the graphs."""
-    backward: int = -1
-    """Torch's number of the last backward that reached one; -1 where none did."""
+    num_checked: int = -1  # `num_bound` at the last check whether the model runs as requested.
+    awaits_backward: bool = True  # True if the first backward is still to come.
+    went_backward: bool = False  # True if a backward has reached one of the graphs.
+    backward: int = -1  # Torch's number of the last backward that reached one; -1 where none did.
 
 
 _numbers = itertools.count()
@@ -148,8 +131,7 @@ _sessions: weakref.WeakValueDictionary[CompileOptions, weakref.WeakSet[Session]]
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
-    takes_short_way = True
-    """Private: tests compare quiet calls, NOTE [quiet calls] in `wrap.py`, with the long way."""
+    takes_short_way = True  # Private: tests compare quiet calls, NOTE [quiet calls] in `wrap.py`, with the long way.
 
     def __init__(self, model: Any, options: CompileOptions, *, steps_at_graphs: bool = False):
         """Raises OptionError where `fsdp_gather` cannot be."""
@@ -163,8 +145,7 @@ class Session:
         """The model; None where it was deleted, and for a function."""
         self.number = next(_numbers)
         self.options = options
-        self._peers = _sessions.setdefault(options, weakref.WeakSet())
-        """The sessions with equal options, this one among them."""
+        self._peers = _sessions.setdefault(options, weakref.WeakSet())  # The sessions with equal options, this one among them.
         self._peers.add(self)
         self.names = ModuleNames(self.root)
         # What the graphs read and write.
@@ -172,8 +153,7 @@ class Session:
         self.reduction = self.stores.reduction
         self.weights = WeightProvider(self.stores, self.root, options, _is_running(weakref.ref(self)))
         providers = (self.stores, self.weights, *(make() for make in PROVIDERS))
-        self.providers: tuple[InputProvider, ...] = providers
-        """The providers of the graphs' extra inputs."""
+        self.providers: tuple[InputProvider, ...] = providers  # The providers of the graphs' extra inputs.
         self.measuring: InputProvider | None = None
         """The provider of measured graphs' further inputs; made for the first monitor."""
         self.every_graph: dict[CompiledGraph, list[Placement]] = {}
@@ -192,22 +172,17 @@ class Session:
             self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, self.join, options.strict
         )
         self.passes = Passes()
-        self.num_steps = 0
-        """Steps of training that have ended."""
-        self.rules = options.first_rules
-        """The rules in force."""
-        self._next_rules: Rules | None = None
-        """The rules that `use_rules` was given since the last step boundary."""
-        self._past_rules: dict[Rules, None] = {self.rules: None}
-        """All rules that were in force so far, in their order."""
+        self.num_steps = 0  # Steps of training that have ended.
+        self.rules = options.first_rules  # The rules in force.
+        self._next_rules: Rules | None = None  # The rules that `use_rules` was given since the last step boundary.
+        self._past_rules: dict[Rules, None] = {self.rules: None}  # All rules that were in force so far, in their order.
         self.monitor: Any = None
         """The monitor that measures steps, while it does: `watch(step)` is the scope of a step's measurement or None,
         `after_step(step)` takes note of a step's end, `latest` are the last numbers."""
         # What is known of calls.
         self.is_shared = False
         """True if modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
-        self.eager = EagerRuns(self.root)
-        """The modules that ran eagerly in calls of the compiled model."""
+        self.eager = EagerRuns(self.root)  # The modules that ran eagerly in calls of the compiled model.
         self.seen = Observations()
 
     @property
@@ -453,8 +428,7 @@ class Part:
     """A session, and where its model is in a larger one."""
 
     session: Session
-    prefix: str = ""
-    """Path of the part, "" for the whole model."""
+    prefix: str = ""  # Path of the part, "" for the whole model.
 
     def outer(self, module: str) -> str:
         """The path in the whole model of a path in the part."""

@@ -34,8 +34,7 @@ class Modes:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """(type of a device, dtype) where autocast is on."""
+    autocast: tuple[tuple[str, torch.dtype], ...]  # (type of a device, dtype) where autocast is on.
 
     @classmethod
     def now(cls) -> Modes:

@@ -32,14 +32,11 @@ from fp8pass.scales.store import DelayedStore
 
 log = logging.getLogger(__name__)
 
-MESSAGE = 4096
-"""Entries of the message, int32."""
+MESSAGE = 4096  # Entries of the message, int32.
 _HEADER = 4
 
-Key = tuple[int, str]
-"""Position of the recipe among those that reduce, and the tensor's name."""
-Limits = dict[Key, tuple[float, int]]
-"""FP8_MAX and number of entries of each known tensor."""
+Key = tuple[int, str]  # Position of the recipe among those that reduce, and the tensor's name.
+Limits = dict[Key, tuple[float, int]]  # FP8_MAX and number of entries of each known tensor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +45,10 @@ class _Layout:
 
     keys: tuple[Key, ...]
     limits: Limits
-    header: torch.Tensor
-    """int32 [4]: two halves of the digest, each with its negative behind it."""
-    columns: tuple[torch.Tensor, ...]
-    """Per store, the position of each of its columns in the message."""
-    size: int
-    """Number of entries of all tensors."""
-    positions: dict[Key, int]
-    """First position of each tensor."""
+    header: torch.Tensor  # int32 [4]: two halves of the digest, each with its negative behind it.
+    columns: tuple[torch.Tensor, ...]  # Per store, the position of each of its columns in the message.
+    size: int  # Number of entries of all tensors.
+    positions: dict[Key, int]  # First position of each tensor.
 
     @property
     def fits(self) -> bool:

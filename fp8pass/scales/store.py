@@ -39,16 +39,11 @@ def capacity_for(num_entries: int) -> int:
 class Buffers:
     """The memory of a store: a column for each entry."""
 
-    amax_history: torch.Tensor
-    """float32 [length of the history, entries]; row 0 is the staging row."""
-    scale: torch.Tensor
-    """float32 [entries]."""
-    fp8_max: torch.Tensor
-    """float32 [entries]."""
-    num_non_finite: torch.Tensor
-    """int32 [entries]."""
-    scratch: torch.Tensor
-    """float32 [entries]."""
+    amax_history: torch.Tensor  # float32 [length of the history, entries]; row 0 is the staging row.
+    scale: torch.Tensor  # float32 [entries].
+    fp8_max: torch.Tensor  # float32 [entries].
+    num_non_finite: torch.Tensor  # int32 [entries].
+    scratch: torch.Tensor  # float32 [entries].
 
     @classmethod
     def new(cls, length: int, entries: int, device: torch.device) -> Buffers:
@@ -67,16 +62,11 @@ class Buffers:
 class Window:
     """The part of a store that one graph receives for one module instance: tensors [capacity of the graph]."""
 
-    scale: torch.Tensor
-    """float32, changed in place at step boundaries."""
-    amax: torch.Tensor
-    """float32, the staging row."""
-    scratch: torch.Tensor
-    """float32, where a call that must not record writes its amaxes."""
-    slots: torch.Tensor
-    """int64, where the graph's tensors are within the window."""
-    offset: int
-    """First entry of the store that the window shows."""
+    scale: torch.Tensor  # float32, changed in place at step boundaries.
+    amax: torch.Tensor  # float32, the staging row.
+    scratch: torch.Tensor  # float32, where a call that must not record writes its amaxes.
+    slots: torch.Tensor  # int64, where the graph's tensors are within the window.
+    offset: int  # First entry of the store that the window shows.
 
 
 class DelayedStore:
@@ -92,32 +82,24 @@ class DelayedStore:
         self.device = device
         self.names: list[str] = []
         self.aliases: dict[str, str] = {}
-        self.restored: set[str] = set()
-        """Names that came from a checkpoint and that no graph has claimed yet."""
+        self.restored: set[str] = set()  # Names that came from a checkpoint and that no graph has claimed yet.
         self.is_complete = False
         """A checkpoint had all tensors that the rules in force quantize, as it does until other rules follow."""
-        self.empty: set[str] = set()
-        """Names whose histories no step boundary has written yet, as far as the host knows."""
-        self.num_emptied = 0
-        """Raised whenever a name joins `empty`."""
+        self.empty: set[str] = set()  # Names whose histories no step boundary has written yet, as far as the host knows.
+        self.num_emptied = 0  # Raised whenever a name joins `empty`.
         self.started: set[str] = set()
         """Names of tensors that took their scales from themselves in this step: the boundary reads their staged amaxes back."""
-        self.layout = 0
-        """Raised whenever buffers are replaced."""
-        self.version = 0
-        """Number of step boundaries so far."""
-        self._column: dict[str, int] = {}
-        """First column of each name."""
+        self.layout = 0  # Raised whenever buffers are replaced.
+        self.version = 0  # Number of step boundaries so far.
+        self._column: dict[str, int] = {}  # First column of each name.
         self._entries: dict[str, int] = {}
         self._frozen: tuple[int, torch.Tensor] | None = None
         self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
-        self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}
-        """Names -> (layout, the index that was made then)."""
+        self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}  # Names -> (layout, the index that was made then).
         self._outgrown: list[tuple[int, torch.Tensor]] = []
         """(boundaries so far, staging row) of buffers that `move_to` replaced: a backward that was under way then writes
         there."""
-        self.shares: object = None
-        """The memory of several stores that the buffers are in; None where they are the store's own."""
+        self.shares: object = None  # The memory of several stores that the buffers are in; None where they are the store's own.
         self._take(self._new(capacity_for(capacity)))
 
     def _new(self, capacity: int) -> Buffers:

@@ -47,8 +47,7 @@ class Stores(InputProvider):
     ):
         """group, may_quantize: see `AmaxReduction`."""
         self.lock = threading.RLock()
-        self._rules = rules
-        """The rules that the model was compiled with: names depend on them, whatever rules come later."""
+        self._rules = rules  # The rules that the model was compiled with: names depend on them, whatever rules come later.
         self.in_force = self.recipes = _stateful(rules)
         """Recipes that keep state: of the rules in force, and of all rules so far, in the order in which they came."""
         self.reduction = AmaxReduction(group, self.recipes, may_quantize)
@@ -221,8 +220,7 @@ def _check_formats(store: DelayedStore, tensors: Sequence[tuple[str, float]]) ->
             )
 
 
-Scales = dict[DelayedStore, torch.Tensor]
-"""Per store the scales [capacity] of a call."""
+Scales = dict[DelayedStore, torch.Tensor]  # Per store the scales [capacity] of a call.
 
 
 class BoundState(BoundInputs):

@@ -30,8 +30,7 @@ from lowering.formats import fp8_max
 
 Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]
 """Parts of a tensor's state, as the store calls its buffers."""
-EntryPart = Literal[Held, "staged"]
-"""The content of an entry; "staged" is the amax of a step that has not ended, of one rank."""
+EntryPart = Literal[Held, "staged"]  # The content of an entry; "staged" is the amax of a step that has not ended, of one rank.
 
 HELD: tuple[Held, ...] = get_args(Held)
 PARTS: tuple[EntryPart, ...] = (*HELD, "staged")
@@ -51,8 +50,7 @@ class SavedEntry:
 
     name: TensorName
     part: EntryPart
-    rank: int | None = None
-    """The rank that has it; None where all ranks have the same."""
+    rank: int | None = None  # The rank that has it; None where all ranks have the same.
 
     def __str__(self) -> str:
         return f"{self.name}.{self.part}" + ("" if self.rank is None else f"@{self.rank}")
@@ -67,8 +65,7 @@ class SavedEntry:
         return cls(TensorName.parse(match["name"]), part, None if match["rank"] is None else int(match["rank"]))
 
 
-Saved = dict[str, dict[EntryPart, torch.Tensor]]
-"""The parts of each tensor, by its name."""
+Saved = dict[str, dict[EntryPart, torch.Tensor]]  # The parts of each tensor, by its name.
 
 
 class Fp8State:

@@ -51,10 +51,8 @@ class BlockScheme(Scheme):
     """One scale per block."""
 
     reads_gemm_dtype: ClassVar[bool] = True
-    scale_bytes: ClassVar[int]
-    """Bytes of a scale."""
-    gemm_ready: ClassVar[Any]
-    """(data, scales, **kind, columnwise, pad_outer) -> a compact copy as the GEMM reads it."""
+    scale_bytes: ClassVar[int]  # Bytes of a scale.
+    gemm_ready: ClassVar[Any]  # (data, scales, **kind, columnwise, pad_outer) -> a compact copy as the GEMM reads it.
 
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         """The arguments of an operation that say what a block is."""

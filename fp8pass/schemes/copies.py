@@ -26,10 +26,8 @@ aten = torch.ops.aten
 class Layout:
     """The layout of one FP8 copy of a matrix, contiguous along K of the GEMMs that read it."""
 
-    columnwise: bool
-    """It is the transpose of the matrix."""
-    pads_outer: bool = False
-    """Its outer dimension is padded with zeros, because it is the N of a GEMM."""
+    columnwise: bool  # It is the transpose of the matrix.
+    pads_outer: bool = False  # Its outer dimension is padded with zeros, because it is the N of a GEMM.
 
 
 #: The layout of a rowwise copy without padding.
@@ -117,8 +115,7 @@ class FromInput:
 
     data: fx.Node
     scale_inv: fx.Node
-    amax: fx.Node | None = None
-    """The amax of the tensor, for a graph that records it."""
+    amax: fx.Node | None = None  # The amax of the tensor, for a graph that records it.
 
 
 Source = FromValue | FromGather | FromCopy | FromInput
@@ -128,19 +125,13 @@ Source = FromValue | FromGather | FromCopy | FromInput
 class Cast:
     """The quantization of one tensor, to one copy or to both, before the GEMM that needs it first."""
 
-    copies: tuple[Copy, ...]
-    """Rowwise first; all of one tensor."""
-    layouts: tuple[Layout, ...]
-    """One per copy."""
-    at: GemmSite
-    """The GEMM that needs it first: it gives the place and the side of the partition."""
+    copies: tuple[Copy, ...]  # Rowwise first; all of one tensor.
+    layouts: tuple[Layout, ...]  # One per copy.
+    at: GemmSite  # The GEMM that needs it first: it gives the place and the side of the partition.
     source: Source
-    reads: torch.dtype
-    """The dtype in which the value is read: a value that was computed in a wider one is rounded to it first."""
-    is_first: bool = True
-    """No earlier cast has quantized this tensor: its scale is computed here, its amax recorded."""
-    is_pinned: bool = False
-    """It is in the backward, although the forward could make it: its copies are recomputed."""
+    reads: torch.dtype  # The dtype in which the value is read: a value that was computed in a wider one is rounded to it first.
+    is_first: bool = True  # No earlier cast has quantized this tensor: its scale is computed here, its amax recorded.
+    is_pinned: bool = False  # It is in the backward, although the forward could make it: its copies are recomputed.
 
     @property
     def tensor(self) -> QuantizedTensor:

@@ -31,8 +31,7 @@ from lowering.scaling import scales_from_amax
 ops = torch.ops.lowering
 
 _NONE: Any = None
-_SITE = GemmSite(_NONE, "weight", None, "output", 0, 0, 0, "", (), False)
-"""The place of casts that are in no graph."""
+_SITE = GemmSite(_NONE, "weight", None, "output", 0, 0, 0, "", (), False)  # The place of casts that are in no graph.
 
 
 class _Eager(Cursor):
@@ -68,27 +67,20 @@ class CastKind:
 
     recipe: Recipe
     quantization: Quantization
-    layouts: tuple[Layout, ...]
-    """Layouts of the copies: one or both orientations, rowwise first."""
-    dtype: torch.dtype
-    """The dtype of the Parameters."""
+    layouts: tuple[Layout, ...]  # Layouts of the copies: one or both orientations, rowwise first.
+    dtype: torch.dtype  # The dtype of the Parameters.
     device: torch.device
-    is_first: bool = False
-    """Scales of the state may be 0, for an empty history: such a weight takes its scale from itself."""
+    is_first: bool = False  # Scales of the state may be 0, for an empty history: such a weight takes its scale from itself.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
     """The copies of one weight."""
 
-    data: tuple[torch.Tensor, ...]
-    """One per layout."""
-    scale_inv: tuple[torch.Tensor, ...]
-    """One per layout, as the GEMMs read it."""
-    scale: torch.Tensor | None = None
-    """The factor of the values, where it came from the state: a scalar, or [batch]."""
-    amax: torch.Tensor | None = None
-    """The largest magnitude, in the same cases."""
+    data: tuple[torch.Tensor, ...]  # One per layout.
+    scale_inv: tuple[torch.Tensor, ...]  # One per layout, as the GEMMs read it.
+    scale: torch.Tensor | None = None  # The factor of the values, where it came from the state: a scalar, or [batch].
+    amax: torch.Tensor | None = None  # The largest magnitude, in the same cases.
 
 
 def quantize(

@@ -37,13 +37,11 @@ ops = torch.ops.lowering
 COLUMNS = ops.cast_columns.default
 _ROWS = (Layout(False),)
 
-Pair = tuple[fx.Node, fx.Node]
-"""A scale and its reciprocal: float32 scalars, or vectors for a tensor with several `entries`."""
+Pair = tuple[fx.Node, fx.Node]  # A scale and its reciprocal: float32 scalars, or vectors for a tensor with several `entries`.
 
 # -- the state as inputs
 
-FIRST_STEP = "first_step"
-"""The variant of a graph for calls that meet empty histories."""
+FIRST_STEP = "first_step"  # The variant of a graph for calls that meet empty histories.
 STATE_KINDS = ("scale", "amax", "grad_amax", "slots")
 """The inputs of a graph per recipe that keeps state, in the order of `StateNodes`."""
 
@@ -61,8 +59,7 @@ class StateNodes:
     """The placeholders through which the state of a recipe enters a graph."""
 
     scale: fx.Node
-    amax: fx.Node
-    """The vector in which the forward records."""
+    amax: fx.Node  # The vector in which the forward records.
     grad_amax: fx.Node
     """The vector in which the backward records: the same memory, but for a recomputed forward, which must not record again."""
     slots: fx.Node
@@ -98,15 +95,11 @@ class Emitter:
         self._num_entries = ends[-1] if ends else 0
         self._slot = {tensor: end - tensor.entries for tensor, end in zip(tensors, ends, strict=True)}
         """First entry of each tensor."""
-        self.records = trains and scheme.keeps_state
-        """The first cast of every tensor records its amax."""
-        self.loaded: Pair | None = None
-        """The scales in the state, and their reciprocals."""
+        self.records = trains and scheme.keeps_state  # The first cast of every tensor records its amax.
+        self.loaded: Pair | None = None  # The scales in the state, and their reciprocals.
         self.scales: dict[QuantizedTensor, Pair] = {}
-        self.amaxes: list[tuple[Cast, fx.Node]] = []
-        """Recorded amaxes of the casts so far."""
-        self._rows_of: dict[QuantizedTensor, fx.Node] = {}
-        """Rowwise copies of rows in groups, before they are gathered."""
+        self.amaxes: list[tuple[Cast, fx.Node]] = []  # Recorded amaxes of the casts so far.
+        self._rows_of: dict[QuantizedTensor, fx.Node] = {}  # Rowwise copies of rows in groups, before they are gathered.
 
     def begin(self, cursor: Cursor) -> None:
         """Insert what comes before the first GEMM; cursor: at the start of the graph.

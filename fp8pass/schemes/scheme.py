@@ -63,24 +63,20 @@ def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
 class Scheme(abc.ABC):
     """One kind of scales."""
 
-    casts: ClassVar[Any]
-    """The operation that quantizes."""
-    computes_scales: ClassVar[bool] = True
-    """It computes the scales too. Else they are its arguments."""
+    casts: ClassVar[Any]  # The operation that quantizes.
+    computes_scales: ClassVar[bool] = True  # It computes the scales too. Else they are its arguments.
     gemm: ClassVar[Any]
     """The operation that multiplies two matrices: (a, b, scale_inv_a, scale_inv_b, bias, **gemm_options, out_dtype)."""
     has_one_scale: ClassVar[bool] = False
     """All values of a matrix, or of the rows of groups, have one scale: both copies hold the same values, one can be made of
     the other's bytes, and any rows can be cut off."""
-    keeps_state: bool = False
-    """Scales come from the state, and amaxes are recorded in it."""
+    keeps_state: bool = False  # Scales come from the state, and amaxes are recorded in it.
     scales_columns: ClassVar[bool] = False
     """A column of the columnwise copy has one scale, so that shards need the amaxes of all of them."""
     reads_gemm_dtype: ClassVar[bool] = False
     """Casts read a value in the dtype in which the GEMM would have read it. Otherwise they read it as it was computed, such as
     a norm's float32 result."""
-    num_reads: int = 1
-    """Number of times that a cast reads its input: 2 where the amax is read first. For estimates."""
+    num_reads: int = 1  # Number of times that a cast reads its input: 2 where the amax is read first. For estimates.
 
     # -- facts
 

@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 
 GRADIENT_TO_NOISE_ALARM = math.sqrt(3)
 """Below this, gradients no longer tell where the loss falls. Source: Chmiel et al., "FP4 All the Way", 2025."""
-MANY_LOST = 0.01
-"""A tensor that loses a larger share of its elements is at the top of the table, and is remarked upon."""
+MANY_LOST = 0.01  # A tensor that loses a larger share of its elements is at the top of the table, and is remarked upon.
 #: Columns of text, whatever the terminal is.
 _TEXT_WIDTH = 160
 #: Rows of a graph's buffer, unless it needs more: 140 KB.
@@ -522,8 +521,7 @@ class StatisticsBuffer(BoundInputs):
         self.is_read = bool(self._rows)
         self._empty = empty_statistics(placed.inputs[0].shape[0], placed.device)
         self._buffer, self._scratch = self._empty.clone(), self._empty.clone()
-        self.call: int | None = None
-        """The last forward since what was written was taken."""
+        self.call: int | None = None  # The last forward since what was written was taken.
 
     def tensors(
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Any

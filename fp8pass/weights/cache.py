@@ -45,8 +45,7 @@ CHECKED_CALLS = 16
 
 Part = Literal["data", "scale_inv", "amax"]
 """The content of an input: the FP8 values of a copy, its scales, or the amax that a training graph records."""
-Given = tuple[torch.Tensor, ...]
-"""A Parameter, and behind it those that share its scale."""
+Given = tuple[torch.Tensor, ...]  # A Parameter, and behind it those that share its scale.
 ScaleTime = tuple[int, bool]
 """The step boundaries before a scale was taken from a store, and whether tensors with an empty history took it from themselves.
 Equal ones mean equal scales."""
@@ -56,16 +55,12 @@ Equal ones mean equal scales."""
 class WeightTensor:
     """A Parameter as a graph quantizes it."""
 
-    index: int
-    """The position of the Parameter among the inputs of Dynamo's graph."""
-    shape: tuple[int, ...]
-    """[rows, cols], or [batch, rows, cols]: the Parameter, or a row-major reshape of it."""
+    index: int  # The position of the Parameter among the inputs of Dynamo's graph.
+    shape: tuple[int, ...]  # [rows, cols], or [batch, rows, cols]: the Parameter, or a row-major reshape of it.
     recipe: Recipe
     quantization: Quantization
-    name: TensorName
-    """The name of the tensor in the state, where scales come from there."""
-    is_gathered: bool = False
-    """FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter."""
+    name: TensorName  # The name of the tensor in the state, where scales come from there.
+    is_gathered: bool = False  # FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter.
     fused: tuple[int, ...] = ()
     """The inputs of all weights that have one scale together, its own among them; empty for one that has a scale alone."""
 
@@ -81,8 +76,7 @@ class WeightKey:
 
     tensor: WeightTensor
     part: Part
-    layout: Layout | None
-    """The layout of the copy; None for the amax, which all copies share."""
+    layout: Layout | None  # The layout of the copy; None for the amax, which all copies share.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +86,12 @@ class Origin:
     A write through `.data` in the middle of a step changes none of it.
     """
 
-    version: int
-    """The Parameter's version counter, which every change in place raises."""
-    storage: int
-    """Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same."""
-    address: int
-    """The address of its data: that of a storage can be replaced."""
+    version: int  # The Parameter's version counter, which every change in place raises.
+    storage: int  # Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same.
+    address: int  # The address of its data: that of a storage can be replaced.
     renewals: int
     """The number of times that copies of Parameters that train, or that do not, have been given up in spite of all else."""
-    others: tuple[Origin, ...] = ()
-    """The origins of the Parameters that share the scale."""
+    others: tuple[Origin, ...] = ()  # The origins of the Parameters that share the scale.
 
 
 RELEASED = Origin(-2, 0, 0, 0)
@@ -113,14 +103,11 @@ class QuantizedWeight:
     """FP8 copies of a weight and their scales: one object, which is replaced as a whole and never written to."""
 
     origin: Origin
-    storages: tuple[StorageWeakRef, ...]
-    """The storages of the Parameter, and of those that share the scale."""
+    storages: tuple[StorageWeakRef, ...]  # The storages of the Parameter, and of those that share the scale.
     data: Mapping[Layout, torch.Tensor]
     scale_inv: Mapping[Layout, torch.Tensor]
-    scale: torch.Tensor | None
-    """The factor by which the weight was multiplied, where that came from the state."""
-    amax: torch.Tensor | None
-    """Largest magnitude of the weight, in the same cases."""
+    scale: torch.Tensor | None  # The factor by which the weight was multiplied, where that came from the state.
+    amax: torch.Tensor | None  # Largest magnitude of the weight, in the same cases.
     checksum: torch.Tensor | None = None
     """The checksum of the bytes that the copies were made of, where it is going to be asked for: int32 [1]."""
 
@@ -146,27 +133,21 @@ class CachedWeight:
         """store, name: where its scale is, if the recipe keeps a state. places: where the model holds what is given."""
         parameter = given[0]
         self._seen = tuple(Seen(p, place) for p, place in zip(given, places, strict=False))
-        self.path = str(tensor.name) if places[0] is None else places[0].path
-        """The path of the Parameter in the model."""
+        self.path = str(tensor.name) if places[0] is None else places[0].path  # The path of the Parameter in the model.
         self.shape, self.recipe, self.quantization = tensor.shape, tensor.recipe, tensor.quantization
         self.entries = tensor.entries
         self.store, self.name = store, name
         self.dtype, self.device = parameter.dtype, parameter.device
         # A graph that was compiled for Parameters whose copies can be cached may meet one whose copies cannot.
         self._is_tracked = not_kept(parameter) is None
-        self.layouts: tuple[Layout, ...] = ()
-        """The copies that graphs read, rowwise first."""
-        self.trains = False
-        """A graph with a backward reads the copies."""
+        self.layouts: tuple[Layout, ...] = ()  # The copies that graphs read, rowwise first.
+        self.trains = False  # A graph with a backward reads the copies.
         self.made: QuantizedWeight | None = None
-        self.was_compared = False
-        """Its content was compared since the graph that asks ran last."""
+        self.was_compared = False  # Its content was compared since the graph that asks ran last.
         self.last: QuantizedWeight | None = None
         """The origin and the scale of the copies that were made last, where they are not cached: without copies."""
-        self.time: ScaleTime | None = None
-        """The time at which the scale of `made` was known to be that of the state."""
-        self.has_stayed = False
-        """The scale of `made` was still that of the state after a step boundary."""
+        self.time: ScaleTime | None = None  # The time at which the scale of `made` was known to be that of the state.
+        self.has_stayed = False  # The scale of `made` was still that of the state after a step boundary.
 
     @property
     def parameter(self) -> torch.Tensor | None:
@@ -272,8 +253,7 @@ class Scales:
         return {s: ((s.version, first), s.marked(s.scale) if first else s.frozen_scale()) for s in stores}
 
 
-Known = tuple[Given, Origin]
-"""The tensors that a call passes for a weight, and the origin of copies that are made of them now."""
+Known = tuple[Given, Origin]  # The tensors that a call passes for a weight, and the origin of copies that are made of them now.
 
 
 class WeightCache:

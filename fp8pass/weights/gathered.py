@@ -125,8 +125,7 @@ class GatheredWeight:
         self._parameter, self._group = weakref.ref(managed.parameter), weakref.ref(managed.group)
         self.weight = weight
         quantization = weight.quantization
-        self.key = (managed.name, repr(quantization), str(managed.dtype))
-        """Equal on all ranks."""
+        self.key = (managed.name, repr(quantization), str(managed.dtype))  # Equal on all ranks.
         self._batch = batch
         self.owner: Callable[[], ParameterGathers | None] = weakref.ref(owner)
         """The weights of the compiled model; None where that is gone."""
@@ -147,28 +146,22 @@ class GatheredWeight:
         """The scale of a weight without state, from the amaxes of all shards, as of this forward."""
         self.column_amaxes: torch.Tensor | None = None
         """[columns] float32, of the whole weight, as of this forward, where scales of columns need them."""
-        self._made: Made | None = None
-        """The quantized shard, which is about to travel."""
-        self._scale: torch.Tensor | None = None
-        """[1] float32, the one scale of the last gather in FP8."""
+        self._made: Made | None = None  # The quantized shard, which is about to travel.
+        self._scale: torch.Tensor | None = None  # [1] float32, the one scale of the last gather in FP8.
         self._amax: torch.Tensor | None = None
         """The amax of this rank's shard: the step boundary makes the largest of all ranks of it."""
-        self.is_active = False
-        """All ranks have agreed to gather it in FP8."""
+        self.is_active = False  # All ranks have agreed to gather it in FP8.
         self.may_train = not self.has_two_sides
         """Forwards with gradients may gather FP8: with two sides once all ranks have seen a backward."""
-        self._was_fp8 = False
-        """FP8 travelled to the last forward."""
+        self._was_fp8 = False  # FP8 travelled to the last forward.
         self._came_in_fp8 = False
         """FP8 travelled to the last gather: graphs read its copies. Others are for a backward that saved them."""
         self._awaited: int | None = None
         """Step boundaries before the last forward in FP8 with gradients, if its backward is still to come."""
-        self.is_read = False
-        """Something else than its copies was read in a forward that had it gathered in FP8."""
+        self.is_read = False  # Something else than its copies was read in a forward that had it gathered in FP8.
         self.is_read_elsewhere = False
         """A forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
-        self.is_run_again = False
-        """A forward was run again in a backward: NOTE [forward again]."""
+        self.is_run_again = False  # A forward was run again in a backward: NOTE [forward again].
 
     @property
     def managed(self) -> Managed:
@@ -469,16 +462,11 @@ class ParameterGathers:
         self._root, self._rules, self.is_in_forward = root, rules, is_in_forward
         self._weights: dict[tuple[int, Any], GatheredWeight] = {}
         """Keyed by FSDP2's record of the Parameter and by how it is quantized."""
-        self._claimed: dict[Rules, dict[GatheredWeight, None]] = {}
-        """The weights that graphs take as copies under these rules."""
-        self._batches: dict[int, list[GatheredWeight]] = {}
-        """The active weights of each FSDP group, in its order."""
-        self._is_checked = False
-        """FSDP2 gathers the model as it can in FP8."""
-        self._num_forwards = 0
-        """Outermost ones, since the rules changed."""
-        self.trains = False
-        """The last of them had gradients."""
+        self._claimed: dict[Rules, dict[GatheredWeight, None]] = {}  # The weights that graphs take as copies under these rules.
+        self._batches: dict[int, list[GatheredWeight]] = {}  # The active weights of each FSDP group, in its order.
+        self._is_checked = False  # FSDP2 gathers the model as it can in FP8.
+        self._num_forwards = 0  # Outermost ones, since the rules changed.
+        self.trains = False  # The last of them had gradients.
         self.withheld: dict[int, GatheredWeight] = {}
         """The weights whose Parameters have no values, by the identities of these: NOTE [withheld values]."""
 

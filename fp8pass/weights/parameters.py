@@ -27,11 +27,9 @@ from fp8pass.graph.origin import joined
 class Place:
     """A name under which a module holds Parameters or buffers."""
 
-    path: str
-    """The path in the model: "layers.0.wq.weight"."""
+    path: str  # The path in the model: "layers.0.wq.weight".
     module: weakref.ref[nn.Module]
-    key: str
-    """The last part of the path."""
+    key: str  # The last part of the path.
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor that is there now."""

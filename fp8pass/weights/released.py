@@ -164,12 +164,10 @@ class ReleasedRecord:
 
     parameter: nn.Parameter
     copies: tuple[Any, ...]
-    num_calls: int = 0
-    """Calls that run now of models that hold it."""
+    num_calls: int = 0  # Calls that run now of models that hold it.
 
 
-_all: weakref.WeakSet[ReleasedRecord] = weakref.WeakSet()
-"""The records of the released Parameters of all compiled models."""
+_all: weakref.WeakSet[ReleasedRecord] = weakref.WeakSet()  # The records of the released Parameters of all compiled models.
 _new: list[ReleasedRecord] = []
 """The ones that belong to no model of a call that runs, and that are nn.Parameters until all calls have ended."""
 _num_changes = 0

@@ -49,22 +49,17 @@ class Releases:
         self.is_on = is_on
         if is_on:
             released.note_use()
-        self.found: dict[int, Release] = {}
-        """The outcomes, by the identities of the Parameters whose copies graphs have read."""
-        self._readers: dict[int, str] = {}
-        """Identity of a Parameter -> what reads it in high precision."""
-        self._used: dict[int, nn.Parameter] = {}
-        """The Parameters whose copies have been read in the call that runs."""
+        self.found: dict[int, Release] = {}  # The outcomes, by the identities of the Parameters whose copies graphs have read.
+        self._readers: dict[int, str] = {}  # Identity of a Parameter -> what reads it in high precision.
+        self._used: dict[int, nn.Parameter] = {}  # The Parameters whose copies have been read in the call that runs.
         self._lock = threading.Lock()
         self._num_calls = 0
         self._num_graph_calls = 0
-        self._has_breaks = False
-        """Eager code runs before or after a graph in a call."""
+        self._has_breaks = False  # Eager code runs before or after a graph in a call.
         self._records: list[weakref.ref[released.ReleasedRecord]] = []
         """The released Parameters that the model held when it was last searched."""
         self._num_changes = 0
-        self._open: list[released.ReleasedRecord] = []
-        """The released Parameters that are nn.Parameters for the calls that run."""
+        self._open: list[released.ReleasedRecord] = []  # The released Parameters that are nn.Parameters for the calls that run.
 
     def open(self, num_graph_calls: int) -> None:
         """Begin a call, whose guards ask for nn.Parameters. num_graph_calls: how often graphs ran so far."""

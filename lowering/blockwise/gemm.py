@@ -63,10 +63,8 @@ def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: to
 class Implementation:
     """Something that computes blockwise GEMMs."""
 
-    prepare: Callable[[BlockwiseGemm], Compute]
-    """Returns what computes GEMMs that differ from this one in their values alone."""
-    require: Callable[[BlockwiseGemm], None] = lambda gemm: None
-    """Raises for a GEMM that it cannot compute."""
+    prepare: Callable[[BlockwiseGemm], Compute]  # Returns what computes GEMMs that differ from this one in their values alone.
+    require: Callable[[BlockwiseGemm], None] = lambda gemm: None  # Raises for a GEMM that it cannot compute.
 
 
 def implementation_of(gemm: BlockwiseGemm, name: str) -> Implementation:

@@ -36,8 +36,7 @@ from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product, finished
 
-Compute = Callable[..., torch.Tensor]
-"""a, b, their scales and the bias or None -> the product."""
+Compute = Callable[..., torch.Tensor]  # a, b, their scales and the bias or None -> the product.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from lowering.trials import Decisions, layout_of, trusted
 
 #: The libraries that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
-Compute = Callable[..., torch.Tensor]
-"""a, b, their scales, the ends of groups and the bias -> the product."""
+Compute = Callable[..., torch.Tensor]  # a, b, their scales, the ends of groups and the bias -> the product.
 
 DECISIONS: Decisions[tuple[str, Compute]] = Decisions()
 """NOTE [one decision] in `lowering/blockwise/gemm.py`: who computes, and how."""

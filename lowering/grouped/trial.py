@@ -32,11 +32,9 @@ class Kind:
 
     device: torch.device
     granularities: tuple[Granularity, Granularity]
-    form: str
-    """`ROWS`, `COLUMNS` or `BATCHES`."""
+    form: str  # `ROWS`, `COLUMNS` or `BATCHES`.
     out_dtype: torch.dtype = torch.bfloat16
-    is_ragged: bool = False
-    """True if blocks of 128 do not fill N or K."""
+    is_ragged: bool = False  # True if blocks of 128 do not fill N or K.
 
     def __str__(self) -> str:
         ragged = " of ragged blocks" if self.is_ragged else ""

@@ -21,28 +21,22 @@ class Lines:
 
     loops: str
     """"rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none that could be joined."""
-    scale_at: Callable[[Any], Any]
-    """The scale of a line."""
+    scale_at: Callable[[Any], Any]  # The scale of a line.
 
 
 @dataclasses.dataclass
 class Facts:
     """Knowledge of lowerings about a result, a buffer or the graph, which Inductor's IR does not have."""
 
-    source: ir.TensorBox | None = None
-    """The matrix that an FP8 copy was made of."""
-    loops: str = ""
-    """The loops of a copy with one scale: "tiles", "rows", or "" where none could be joined."""
+    source: ir.TensorBox | None = None  # The matrix that an FP8 copy was made of.
+    loops: str = ""  # The loops of a copy with one scale: "tiles", "rows", or "" where none could be joined.
     lines: dict[bool, Lines] = dataclasses.field(default_factory=dict)
     """Columnwise or not -> the loops of a cast's copy with a scale per line; known of its first result."""
-    amax_of: list[ir.TensorBox] | None = None
-    """The tensors whose amax it is, computed by a hand-written kernel."""
-    amax_parts: ir.TensorBox | None = None
-    """The partial amaxes that it is the largest of."""
+    amax_of: list[ir.TensorBox] | None = None  # The tensors whose amax it is, computed by a hand-written kernel.
+    amax_parts: ir.TensorBox | None = None  # The partial amaxes that it is the largest of.
     elements: dict[Any, ir.TensorBox] = dataclasses.field(default_factory=dict)
     """Offset -> an element of a buffer as a buffer of its own."""
-    ones: dict[torch.device, ir.TensorBox] = dataclasses.field(default_factory=dict)
-    """The graph's scalars 1.0."""
+    ones: dict[torch.device, ir.TensorBox] = dataclasses.field(default_factory=dict)  # The graph's scalars 1.0.
 
 
 def facts_of(node: Any) -> Facts:

@@ -35,8 +35,7 @@ class Described:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    misalignment: int = 0
-    """Elements between the last multiple of 16 bytes and its first element."""
+    misalignment: int = 0  # Elements between the last multiple of 16 bytes and its first element.
 
     def on_paper(self) -> torch.Tensor:
         last = sum(stride * (size - 1) for size, stride in zip(self.size, self.stride, strict=True)) if all(self.size) else -1
@@ -51,8 +50,7 @@ def described(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, of
 
 class _Thread(threading.local):
     compiles = False
-    launched: list[Any] | None = None
-    """The kernels that `with_launches` collects."""
+    launched: list[Any] | None = None  # The kernels that `with_launches` collects.
 
 
 _THREAD = _Thread()

@@ -33,8 +33,7 @@ class Assembler:
 
     path: str
     version: tuple[int, int]
-    origin: str
-    """Whose it is, in words."""
+    origin: str  # Whose it is, in words.
 
     def __str__(self) -> str:
         return f"ptxas {self.version[0]}.{self.version[1]} ({self.origin}: {self.path})"

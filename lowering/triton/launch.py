@@ -137,8 +137,7 @@ def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
 #: Entries that are reserved at once: 512 KiB, the tables of a hundred layers. Less than half of it left is filled up.
 _RESERVE = 1 << 16
 _reserve_lock = threading.Lock()
-_reserved: list[torch.Tensor] = []
-"""Pinned host memory that no table has yet; one vector, or none so far."""
+_reserved: list[torch.Tensor] = []  # Pinned host memory that no table has yet; one vector, or none so far.
 _TABLES_OF_GRAPHS: dict[tuple[int, ...], torch.Tensor] = {}
 
 

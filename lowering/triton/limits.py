@@ -24,13 +24,11 @@ BESIDE_STAGES = 1024
 class Limits:
     """The limits of a program on one kind of device."""
 
-    shared_memory: int
-    """Bytes of shared memory that it may ask for."""
+    shared_memory: int  # Bytes of shared memory that it may ask for.
     has_operands_in_registers: bool = False
     """True if tensor cores read operands from registers (mma.sync). Triton then moves one stage there before its products, so
     that shared memory holds one less. Otherwise they read shared memory (wgmma, tcgen05)."""
-    tensor_memory: int = 0
-    """Columns."""
+    tensor_memory: int = 0  # Columns.
     warps_of_64_rows: int = 8
     """The warps of a GEMM's tile. One warp group multiplies it on SM90; elsewhere four warps would spill."""
 

@@ -77,8 +77,7 @@ class TrialTensor(NamedTuple):
     dtype: torch.dtype
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
-    """Elements from a multiple of 16 bytes to its first element."""
+    offset: int  # Elements from a multiple of 16 bytes to its first element.
 
 
 def small_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:

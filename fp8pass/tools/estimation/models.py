@@ -30,8 +30,7 @@ class Example:
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    note: str = ""
-    """The difference from what was asked for."""
+    note: str = ""  # The difference from what was asked for.
 
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:

@@ -21,8 +21,7 @@ from torch import fx
 from fp8pass.graph.origin import Path, begins, parse_path
 from fp8pass.runtime.dynamo_graphs import path_of
 
-Kept = dict[Path, tuple[int, ...]]
-"""Layer -> the indices that it stands for in its container, its own first."""
+Kept = dict[Path, tuple[int, ...]]  # Layer -> the indices that it stands for in its container, its own first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +30,10 @@ class _Layer:
 
     index: int
     nodes: tuple[fx.Node, ...]
-    text: str
-    """Equal for layers with equal nodes."""
+    text: str  # Equal for layers with equal nodes.
     sources: tuple[fx.Node, ...]
     """The nodes outside of the layer that it reads, its own Parameters not, in the order in which it does."""
-    results: tuple[fx.Node, ...]
-    """The nodes that others read."""
+    results: tuple[fx.Node, ...]  # The nodes that others read.
 
 
 def cut_repeats(graph: fx.Graph) -> Kept:

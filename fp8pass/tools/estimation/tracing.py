@@ -134,11 +134,9 @@ class _Tracer:
     def __init__(self, model: nn.Module, mode: FakeTensorMode, sessions: Mapping[str, Session], device: Device):
         self._model, self._mode, self._sessions, self._device = model, mode, sessions, device
         self.found = {name: RecipeEstimate(name) for name in sessions}
-        self.attention: list[tuple[float, bool]] = []
-        """FLOPs of each attention, and whether it is a gradient."""
+        self.attention: list[tuple[float, bool]] = []  # FLOPs of each attention, and whether it is a gradient.
         self.has_masks = False
-        self.refused: dict[str, str] = {}
-        """Recipes that the device does not run, with the reason."""
+        self.refused: dict[str, str] = {}  # Recipes that the device does not run, with the reason.
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         results = [traced_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]

@@ -73,8 +73,7 @@ class Layer:
     entries: tuple[Entry, ...]
     make: Callable[[Gather], Made]
     """Makes the tensors in the order of `entries`, of what a function makes of each of `sources`."""
-    sources: tuple[torch.Tensor, ...]
-    """The tensors that they are made of, in the order in which those are read."""
+    sources: tuple[torch.Tensor, ...]  # The tensors that they are made of, in the order in which those are read.
 
     @property
     def num_bytes(self) -> int:
@@ -105,17 +104,13 @@ class Contents:
     """Everything that an export writes."""
 
     layers: list[Layer]
-    config: dict[str, Any]
-    """`quantization_config`."""
+    config: dict[str, Any]  # `quantization_config`.
     written: list[Written]
     kept: dict[str, str]
     """Parameters with two dimensions or more that stay in high precision -> why, by their names in the model."""
-    tied: dict[str, str]
-    """Other names of written tensors -> the name on disk."""
-    renamed: dict[str, Entry]
-    """Scales on disk -> the entries that transformers reads in their place."""
-    unequal: list[str]
-    """Projections that engines fuse and that are not alike, which they do not read: a sentence each."""
+    tied: dict[str, str]  # Other names of written tensors -> the name on disk.
+    renamed: dict[str, Entry]  # Scales on disk -> the entries that transformers reads in their place.
+    unequal: list[str]  # Projections that engines fuse and that are not alike, which they do not read: a sentence each.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +122,7 @@ class Stored:
     weight: Fp8Weight
     scheme: StoredScheme
     pieces: tuple[Piece, ...]
-    others: tuple[torch.Tensor, ...] = ()
-    """The tensors that share its scale."""
+    others: tuple[torch.Tensor, ...] = ()  # The tensors that share its scale.
 
     @property
     def in_experts(self) -> bool:

@@ -64,8 +64,7 @@ class StoredScheme:
     """The look of the tensors of a weight in a checkpoint. Weights with equal schemes are one group of its config."""
 
     kind: ScaleKind
-    power_of_2: bool = False
-    """Scales of blocks of 128 are powers of two. Otherwise False: it makes no difference to a reader."""
+    power_of_2: bool = False  # Scales of blocks of 128 are powers of two. Otherwise False: it makes no difference to a reader.
 
     @classmethod
     def of(cls, kind: ScaleKind, weight: Fp8Weight) -> StoredScheme:
@@ -98,8 +97,7 @@ class CompressedTensors:
     """The format of the library compressed-tensors."""
 
     name: ClassVar[FormatName] = "compressed-tensors"
-    has_several_schemes = True
-    """Weights of one checkpoint may have different schemes."""
+    has_several_schemes = True  # Weights of one checkpoint may have different schemes.
 
     def kind(self, kind: ScaleKind) -> ScaleKind:
         """The kind as which the format holds weights of a kind."""

@@ -45,15 +45,12 @@ class Fp8Weight:
     """The way in which forward GEMMs read a Parameter in FP8."""
 
     weight: Quantization
-    input: Quantization
-    """The quantization of the other operand."""
+    input: Quantization  # The quantization of the other operand.
     recipe: Recipe
-    dtype: torch.dtype
-    """The dtype in which the graph receives the Parameter: its own, except with FSDP2's mixed precision."""
+    dtype: torch.dtype  # The dtype in which the graph receives the Parameter: its own, except with FSDP2's mixed precision.
     weight_scale: FromState | None = None
     input_scale: FromState | None = None
-    fused: tuple[str, ...] = ()
-    """The names of all Parameters that have one scale together, its own among them."""
+    fused: tuple[str, ...] = ()  # The names of all Parameters that have one scale together, its own among them.
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -152,8 +149,7 @@ class Piece:
     """Neighbouring rows of a weight, under one name on disk."""
 
     name: str
-    matrix: int | None
-    """Its matrix of a batch [E, N, K]; None for a matrix, and for the whole of a batch."""
+    matrix: int | None  # Its matrix of a batch [E, N, K]; None for a matrix, and for the whole of a batch.
     rows: slice
 
 

@@ -36,10 +36,8 @@ class HeatMap:
     name: str
     rows: list[str]
     columns: list[str]
-    cells: list[tuple[int, int, str, str]]
-    """Row, column, class of the colour, text."""
-    legend: list[tuple[str, str]]
-    """Class and meaning."""
+    cells: list[tuple[int, int, str, str]]  # Row, column, class of the colour, text.
+    legend: list[tuple[str, str]]  # Class and meaning.
 
     @property
     def cell_height(self) -> int:
@@ -59,8 +57,7 @@ class Plot:
     name: str
     line: str
     band: str
-    caption: list[str]
-    """Amaxes and scales, and what a monitor has measured."""
+    caption: list[str]  # Amaxes and scales, and what a monitor has measured.
 
 
 def page(inspection: Inspection, state: Fp8State | None, measured: Measurement | None = None) -> str:

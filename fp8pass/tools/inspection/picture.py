@@ -33,8 +33,7 @@ _ROW, _GAP, _HEIGHT, _CHARACTER = 62, 18, 34, 6.6
 class Box:
     """One operation, or several, or what comes from outside of the layer."""
 
-    kind: str
-    """"gemm", "fp8" (a GEMM in FP8), "cast", "other", "input", or "bend": where an edge passes a row."""
+    kind: str  # "gemm", "fp8" (a GEMM in FP8), "cast", "other", "input", or "bend": where an edge passes a row.
     labels: list[str]
     detail: str = ""
     row: int = 0

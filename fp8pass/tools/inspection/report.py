@@ -554,8 +554,7 @@ def _saved_remarks(graphs: Iterable[GraphRecord]) -> list[str]:
     return [*lines, *(f"Not in FP8: {row}." for row in rows[:LARGEST])]
 
 
-LARGEST = 5
-"""Values that are named in the text, of those that are not saved in FP8."""
+LARGEST = 5  # Values that are named in the text, of those that are not saved in FP8.
 
 
 def left(values: Iterable[SavedRecord]) -> list[tuple[str, str, str, str, int, str]]:

@@ -39,11 +39,9 @@ from fp8pass.schemes.eager import rounded
 from fp8pass.schemes.scheme import scaling
 from lowering import ops
 
-TAG = "fp8pass_gemm"
-"""The key of a GEMM's number in a node's `meta`; the partitioner copies it to the graphs that it makes."""
+TAG = "fp8pass_gemm"  # The key of a GEMM's number in a node's `meta`; the partitioner copies it to the graphs that it makes.
 
-Key = tuple[str, str]
-"""Module and role."""
+Key = tuple[str, str]  # Module and role.
 #: The share of the loss that the step of gradient descent takes away to first order, after which effects of gradients are told.
 DESCENT = 0.01
 #: Dynamo's limit of compilations per function: a search compiles the model anew, and beyond the limit it would run eagerly.
@@ -72,14 +70,10 @@ class Probed:
     """One GEMM of a graph."""
 
     record: GemmRecord
-    roundings: tuple[Rounding, Rounding] | None
-    """The roundings of both operands; None if it stays in high precision."""
-    forward: int | None
-    """For a gradient: the number of its forward GEMM."""
-    of_operand: int = 0
-    """For a gradient: which operand of the forward GEMM it is the gradient of."""
-    gradient_at: int = 0
-    """For a gradient: which of its operands is the gradient of the forward GEMM's result."""
+    roundings: tuple[Rounding, Rounding] | None  # The roundings of both operands; None if it stays in high precision.
+    forward: int | None  # For a gradient: the number of its forward GEMM.
+    of_operand: int = 0  # For a gradient: which operand of the forward GEMM it is the gradient of.
+    gradient_at: int = 0  # For a gradient: which of its operands is the gradient of the forward GEMM's result.
 
     def transposed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a gradient reads or computes it: transposed, except in dA = dY Bᵀ and dB = Aᵀ dY."""
@@ -92,8 +86,7 @@ class Effect:
 
     total: float = 0.0
     squares: float = 0.0
-    measured: bool = False
-    """A gradient reached the GEMM."""
+    measured: bool = False  # A gradient reached the GEMM.
 
     def add(self, sensitivity: torch.Tensor, error: torch.Tensor) -> None:
         """Both of the result's shape."""
@@ -112,23 +105,15 @@ class Probe:
         self.names = ModuleNames(lambda: model)
         self.effects: dict[Key, Effect] = {}
         self.flops: Counter[Key] = Counter()
-        self.saves = False
-        """Find the values that are saved in FP8 with `saved_activations`."""
-        self.saved: Counter[Key] = Counter()
-        """The bytes that saving these values in FP8 takes away, by module."""
-        self.unknown: set[Key] = set()
-        """GEMMs with a dynamic size."""
-        self.outputs = False
-        """Measure forward GEMMs in this pass."""
-        self.keeps_operands = False
-        """Keep the operands of forward GEMMs in this pass."""
-        self.gradient_scale = 0.0
-        """The factor of tangents for the effects of gradients; 0 if this pass does not measure them."""
-        self.toggled: Key | None = None
-        """The GEMM, or the module's saved values, in FP8 in this pass."""
+        self.saves = False  # Find the values that are saved in FP8 with `saved_activations`.
+        self.saved: Counter[Key] = Counter()  # The bytes that saving these values in FP8 takes away, by module.
+        self.unknown: set[Key] = set()  # GEMMs with a dynamic size.
+        self.outputs = False  # Measure forward GEMMs in this pass.
+        self.keeps_operands = False  # Keep the operands of forward GEMMs in this pass.
+        self.gradient_scale = 0.0  # The factor of tangents for the effects of gradients; 0 if this pass does not measure them.
+        self.toggled: Key | None = None  # The GEMM, or the module's saved values, in FP8 in this pass.
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.step_size = 1.0
-        """The factor by which a tangent was multiplied when operands were kept."""
+        self.step_size = 1.0  # The factor by which a tangent was multiplied when operands were kept.
         self.num_calls = 0
         self.pass_number = 0
 
@@ -292,8 +277,7 @@ class _Graph:
     def __init__(self, probe: Probe):
         self.probe = probe
         self.gemms: list[Probed | None] = []
-        self.saved: dict[str, _Rounded] = {}
-        """The values that are saved in FP8, by the backward's inputs."""
+        self.saved: dict[str, _Rounded] = {}  # The values that are saved in FP8, by the backward's inputs.
         self.inputs: frozenset[str] = frozenset()
         """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
         self.calls: list[_GraphCall] = []
@@ -427,8 +411,7 @@ class StepPasses:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.start = _Saved(model)
         self.gradients: list[torch.Tensor | None] = []
-        self.first_gradients: list[torch.Tensor | None] = []
-        """The gradients in high precision."""
+        self.first_gradients: list[torch.Tensor | None] = []  # The gradients in high precision.
         self.learning_rate = 0.0
 
     def __enter__(self) -> Self:
