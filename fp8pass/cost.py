@@ -202,11 +202,8 @@ _BY_CAPABILITY = {(9, 0): H100, (8, 9): L40S, (10, 0): B200, (10, 3): B200, (12,
 
 
 def device_for(device: torch.device | None) -> Device:
-    """The constants for a torch device.
-
-    A CUDA device without constants of its own gets those of its compute capability, and any other device an H200's; `note`
-    then says so.
-    """
+    """The constants for a torch device. A CUDA device without constants of its own gets those of its compute capability, and
+    any other device an H200's; `note` then says so."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         what = "no device is known" if device is None else f"device '{device}' has no constants"
         return dataclasses.replace(DEFAULT, note=f"{what}: estimated for an {DEFAULT.name}")
@@ -284,13 +281,10 @@ class Estimate:
 def gemm_seconds(
     gemm: GemmShape, device: Device, kind: str, *, fast_accum: bool = True, path: GemmPath | None = None
 ) -> float | None:
-    """Expected seconds of a GEMM on the GPU.
-
-    `kind` is "bf16" or the granularity of the scales: "tensor_wise", "row_wise", "block_1x128", "block_128x128", "block_1x32"
-    (or an enum of these values). `fast_accum` matters only to "tensor_wise". `path` names its kernel
-    (`lowering.paths.path_of`); None: a library's GEMM, with nothing behind it. The result is None where a size is not an int or
-    the device has no such GEMM. Raises ValueError for another kind or a size below 0.
-    """
+    """Expected seconds of a GEMM on the GPU. `kind` is "bf16" or the granularity of the scales: "tensor_wise", "row_wise",
+    "block_1x128", "block_128x128", "block_1x32" (or an enum of these values). `fast_accum` matters only to "tensor_wise".
+    `path` names its kernel (`lowering.paths.path_of`); None: a library's GEMM, with nothing behind it. The result is None where
+    a size is not an int or the device has no such GEMM. Raises ValueError for another kind or a size below 0."""
     kind = getattr(kind, "value", kind)
     in_groups = path in (GemmPath.GROUPS, GemmPath.GROUPS_BY_TRITON)
     flops = _rate(device, kind, fast_accum)
@@ -359,10 +353,8 @@ def _computing(
 
 
 def _products_per_byte(tile_m: int, tile_n: int) -> float:
-    """A tile's products per byte of its operands, to which its rate is proportional.
-
-    At their full rate the tensor cores take all that L2 delivers to the largest tile; smaller ones load more per product.
-    """
+    """A tile's products per byte of its operands, to which its rate is proportional. At their full rate the tensor cores take
+    all that L2 delivers to the largest tile; smaller ones load more per product."""
     return tile_m * tile_n / (tile_m + tile_n)
 
 
@@ -375,10 +367,8 @@ def cast_seconds(
 
 
 def shared_cast_seconds(cast: CastShape, device: Device) -> float | None:
-    """One reader's share of the expected seconds of a cast; None where its size is no int.
-
-    A read for the amax is a kernel of its own, at full bandwidth; the last read is that of the kernel that writes copies.
-    """
+    """One reader's share of the expected seconds of a cast; None where its size is no int. A read for the amax is a kernel of
+    its own, at full bandwidth; the last read is that of the kernel that writes copies."""
     if not _known(cast.elements):
         return None
     if cast.reads < 1 or cast.num_readers < 1:
@@ -404,10 +394,8 @@ def estimate_gemm(
     fast_accum: bool = True,
     path: GemmPath | None = None,
 ) -> Estimate | None:
-    """Expected seconds of a GEMM in bfloat16, and in FP8 with its share of `casts`.
-
-    Arguments as for `gemm_seconds`. None where a size is no int or the device has no such GEMM.
-    """
+    """Expected seconds of a GEMM in bfloat16, and in FP8 with its share of `casts`. Arguments as for `gemm_seconds`. None where
+    a size is no int or the device has no such GEMM."""
     bf16 = gemm_seconds(gemm, device, "bf16", path=path)
     fp8 = gemm_seconds(gemm, device, granularity, fast_accum=fast_accum, path=path)
     shares = [shared_cast_seconds(cast, device) for cast in casts]
@@ -418,10 +406,8 @@ def estimate_gemm(
 
 
 def graph_speedup(estimates: Sequence[Estimate | None]) -> float | None:
-    """Expected speed-up of all GEMMs of a graph together: the sum of seconds in bfloat16 over the sum in FP8.
-
-    GEMMs without an estimate are left out of both sums; None where no GEMM has one.
-    """
+    """Expected speed-up of all GEMMs of a graph together: the sum of seconds in bfloat16 over the sum in FP8. GEMMs without an
+    estimate are left out of both sums; None where no GEMM has one."""
     known = [each for each in estimates if each is not None]
     if not known:
         return None

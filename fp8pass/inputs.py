@@ -182,11 +182,8 @@ def untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[Any], None]] = ()) -> bool:
     """Have Dynamo call functions before and after it traces a frame, which `torch._dynamo.reset()` makes it forget; True if it
-    did not know them.
-
-    Dynamo calls them under a lock. They are never traced themselves: in a backward within a compiled region it would, and wait
-    for that lock.
-    """
+    did not know them. Dynamo calls them under a lock. They are never traced themselves: in a backward within a compiled region
+    it would, and wait for that lock."""
     from torch._dynamo.callback import callback_handler as handler
 
     if untraced(before[0]) in handler.start_callbacks:

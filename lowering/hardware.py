@@ -168,13 +168,9 @@ _GROUPED_PAIRS = ((Granularity.ROW_WISE, Granularity.TENSOR_WISE), (Granularity.
 
 def refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
     """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on a device or platform, in one clause; None where it
-    can.
-
-    For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
-    inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
-    Sources: ScaledBlas.cpp of torch 2.13 (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's
-    `cublasLtMatmul`.
-    """
+    can. For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
+    inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major. Sources:
+    ScaledBlas.cpp of torch 2.13 (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's `cublasLtMatmul`."""
     return _format_refusal(gemm) or _size_refusal(gemm) or _output_refusal(gemm) or _device_refusal(gemm, device)
 
 
@@ -253,11 +249,8 @@ def _cutlass_rows_refusal(gemm: Gemm, platform: Platform) -> str | None:
 
 def rows_refusal(gemm: Gemm, device: torch.device | Platform, fast_accum: bool) -> str | None:
     """Why a row-wise GEMM is computed with a scale of 1 and scaled afterwards (NOTE [scales after the GEMM]), in one clause;
-    None where torch's row-wise GEMM runs.
-
-    Before capability 10 CUTLASS's kernel is slow without fast accumulation (RowwiseScaledMM.cu says so of its schedule); from
-    there on its code is the same with and without.
-    """
+    None where torch's row-wise GEMM runs. Before capability 10 CUTLASS's kernel is slow without fast accumulation
+    (RowwiseScaledMM.cu says so of its schedule); from there on its code is the same with and without."""
     reason = refusal(gemm, device)
     platform = _known(device)
     if reason is not None or platform is None or fast_accum or platform.has_cublaslt_rows:
@@ -287,10 +280,8 @@ def _grouped_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str 
 
 def cutlass_refusal(gemm: Gemm, device: torch.device | Platform) -> str | None:
     """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on a device or platform, in one clause; None where it can.
-
     Source: `_scaled_grouped_mm_cuda` of torch 2.11 and 2.13 and its shape function: E4M3 by E4M3, scales per line, bfloat16,
-    compute capability 9.0.
-    """
+    compute capability 9.0."""
     platform = _known(device)
     if platform is None or platform.capability != (9, 0):
         return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"

@@ -53,16 +53,13 @@ class _Provider:
 
 
 class Operation(Generic[P, R]):
-    """An operation as a graph holds it (`overload`), and as Python calls it: with the signature of its reference.
-
-    reference: a function of tensors in plain torch, on any device, with types that `torch.library.infer_schema` knows.
-    mutates: names of the arguments that it writes to; they have no other result. checks: functions of some of the
-    arguments, by name, that raise for values outside of the specification; they run before the computation, not in
-    tracing. sizes: names of the int arguments that are sizes of tensors, which may be symbolic. indexed: names of the
-    arguments, a scalar tensor or a list of them, that may also be given as vectors with positions in them, which the
-    operation takes as `<name>_index` (-1: a scalar of the list): a graph that reads many elements of one vector needs no
-    node for each.
-    """
+    """An operation as a graph holds it (`overload`), and as Python calls it: with the signature of its reference. reference: a
+    function of tensors in plain torch, on any device, with types that `torch.library.infer_schema` knows. mutates: names of the
+    arguments that it writes to; they have no other result. checks: functions of some of the arguments, by name, that raise for
+    values outside of the specification; they run before the computation, not in tracing. sizes: names of the int arguments that
+    are sizes of tensors, which may be symbolic. indexed: names of the arguments, a scalar tensor or a list of them, that may
+    also be given as vectors with positions in them, which the operation takes as `<name>_index` (-1: a scalar of the list): a
+    graph that reads many elements of one vector needs no node for each."""
 
     def __init__(
         self,
@@ -149,10 +146,8 @@ class Operation(Generic[P, R]):
         module: str,
         wrap: Callable[[Callable[P, R], Callable[P, R]], Callable[P, R]] | None = None,
     ) -> None:
-        """Attach the function of the operation's name in a module that is imported when it is first needed.
-
-        wrap: makes of the function and of the reference the one that is called.
-        """
+        """Attach the function of the operation's name in a module that is imported when it is first needed. wrap: makes of the
+        function and of the reference the one that is called."""
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"{module}, which is to provide {self.name}, does not exist")
 

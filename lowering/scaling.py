@@ -61,11 +61,9 @@ def scales_from_amax(
     power_of_2: bool = False,
     inverse: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scale_from_amax` and its reciprocal, shape of amax.
-
-    inverse: as inference engines make them, None or one of INVERSES. Then `inverse_scale` comes first, and the scale is its
-    reciprocal, rounded once more. Source: vLLM's csrc/quantization/w8a8/fp8/common.cu, dynamic_scaled_fp8_quant.
-    """
+    """`scale_from_amax` and its reciprocal, shape of amax. inverse: as inference engines make them, None or one of INVERSES.
+    Then `inverse_scale` comes first, and the scale is its reciprocal, rounded once more. Source: vLLM's
+    csrc/quantization/w8a8/fp8/common.cu, dynamic_scaled_fp8_quant."""
     if inverse is not None:
         scale_inv = inverse_scale(amax, dtype, epsilon)
         return scale_inv.reciprocal(), scale_inv
@@ -83,11 +81,9 @@ def clear_mantissa(scale: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_scale(amax: torch.Tensor, dtype: torch.dtype, epsilon: float) -> torch.Tensor:
-    """max(amax, epsilon) / fp8_max, what engines call the scale: the factor that dequantizes; float32, shape of `amax`.
-
-    It is one float32 division, and not the reciprocal of `scale_from_amax`, from which it may differ in the last bit. An amax
-    that is 0, with `epsilon` 0, inf or NaN counts as 1.
-    """
+    """max(amax, epsilon) / fp8_max, what engines call the scale: the factor that dequantizes; float32, shape of `amax`. It is
+    one float32 division, and not the reciprocal of `scale_from_amax`, from which it may differ in the last bit. An amax that is
+    0, with `epsilon` 0, inf or NaN counts as 1."""
     amax = amax.to(torch.float32)
     amax = torch.where(amax < epsilon, epsilon, amax)
     amax = torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, amax)
@@ -140,12 +136,9 @@ def scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
 def quantize_blocks(
     x: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_2: bool, epsilon: float, inverse: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values [R, C] of the matrix x [R, C] and its compact float32 scale_inv, blocks along the last dimension.
-
-    A block with amax 0, inf or NaN has scale 1; an infinite scale becomes the largest finite value of x's dtype;
-    scale_inv is the float32 reciprocal of scale. inverse: as in `scaling.scales_from_amax`. Elements are cast as in
-    `scaling.quantize_as`.
-    """
+    """FP8 values [R, C] of the matrix x [R, C] and its compact float32 scale_inv, blocks along the last dimension. A block with
+    amax 0, inf or NaN has scale 1; an infinite scale becomes the largest finite value of x's dtype; scale_inv is the float32
+    reciprocal of scale. inverse: as in `scaling.scales_from_amax`. Elements are cast as in `scaling.quantize_as`."""
     block = Granularity(granularity).block
     assert block is not None
     blocks = split_blocks(x, block)
@@ -201,10 +194,8 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.
 
 def e8m0_from_amax(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The codes of the smallest powers of two at or above float32(amax / FP8_MAX); 255 for NaN, 254 for inf, 0 up to 2**-127.
-
-    By bits, as PTX's `cvt.rp.satfinite.ue8m0x2.f32` rounds: a logarithm rounds the quotients just above a power of two
-    down to it.
-    """
+    By bits, as PTX's `cvt.rp.satfinite.ue8m0x2.f32` rounds: a logarithm rounds the quotients just above a power of two down to
+    it."""
     bits = (amax / fp8_max(dtype)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # Among subnormals 2**-127, the value of code 0, has mantissa 0x400000.

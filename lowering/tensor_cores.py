@@ -130,12 +130,10 @@ def scaled_mm_rowwise(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
 ) -> Tensor:
-    """`reference.scaled_mm_rowwise` on FP8 tensor cores.
-
-    NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take these dtypes or sizes, or is slow
-    (`hardware.rows_refusal`), the per-tensor GEMM multiplies with scale 1 into float32, and one kernel scales its result, adds
-    the bias and rounds once. Scales that are one for all rows and one for all columns are those of the per-tensor GEMM.
-    """
+    """`reference.scaled_mm_rowwise` on FP8 tensor cores. NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take
+    these dtypes or sizes, or is slow (`hardware.rows_refusal`), the per-tensor GEMM multiplies with scale 1 into float32, and
+    one kernel scales its result, adds the bias and rounds once. Scales that are one for all rows and one for all columns are
+    those of the per-tensor GEMM."""
     of_bias = None if bias is None else layout_of(bias)
     # fmt: off
     key = (

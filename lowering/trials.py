@@ -34,11 +34,9 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 class Trial(Generic[Gemm, Kind]):
-    """The trial of one library's GEMMs, in this process.
-
-    gemm: what they are called in the warning about a fault, and what runs `instead`. kind_of: what GEMMs have in common that
-    are right or wrong together. fault_of: runs small GEMMs of a kind; returns what is wrong with their results, or None.
-    """
+    """The trial of one library's GEMMs, in this process. gemm: what they are called in the warning about a fault, and what runs
+    `instead`. kind_of: what GEMMs have in common that are right or wrong together. fault_of: runs small GEMMs of a kind;
+    returns what is wrong with their results, or None."""
 
     def __init__(
         self,
@@ -140,10 +138,8 @@ def fault_of_sizes(
     sizes: Iterable[tuple[int, int, int]],
     made: Callable[[int, int, int, torch.Tensor | None], tuple[Callable[[], torch.Tensor], torch.Tensor]],
 ) -> str | None:
-    """The first fault among products of a kind, one per M, N, K, or None.
-
-    made: of M, N, K and a bias on the host, or None, what computes the product on the kind's device, and the result in float32.
-    """
+    """The first fault among products of a kind, one per M, N, K, or None. made: of M, N, K and a bias on the host, or None,
+    what computes the product on the kind's device, and the result in float32."""
     for m, n, k in sizes:
         bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
         fault = fault_of(*made(m, n, k, bias), TOLERANCES[kind.out_dtype], kind.device)

@@ -225,12 +225,10 @@ def waits(graph: fx.Graph) -> list[fx.Node]:
 
 
 def equal_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Gathers, and moves of what they gather, that repeat an earlier node -> that node.
-
-    DTensor gathers a shard anew for each linear that reads it. Once q, k and v read one gather, they have one input again,
-    which is sent once and quantized once. Where shards are uneven, it pads the smaller ones before each gather, on some ranks
-    alone: equal paddings are merged too, so that all ranks enter as many collectives.
-    """
+    """Gathers, and moves of what they gather, that repeat an earlier node -> that node. DTensor gathers a shard anew for each
+    linear that reads it. Once q, k and v read one gather, they have one input again, which is sent once and quantized once.
+    Where shards are uneven, it pads the smaller ones before each gather, on some ranks alone: equal paddings are merged too, so
+    that all ranks enter as many collectives."""
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     followed: set[fx.Node] = set()

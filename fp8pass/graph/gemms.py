@@ -221,10 +221,8 @@ def addend_of(node: fx.Node) -> fx.Node | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GemmSite:
-    """One matmul of the graph: [m, k] @ [k, n] for a role of a module.
-
-    Of a grouped GEMM m, n and k are those of a single product, but for the slots, which all groups share.
-    """
+    """One matmul of the graph: [m, k] @ [k, n] for a role of a module. Of a grouped GEMM m, n and k are those of a single
+    product, but for the slots, which all groups share."""
 
     node: fx.Node
     module: str
@@ -325,10 +323,8 @@ class TensorNames:
 
 
 def name_tensors(sites: list[GemmSite]) -> TensorNames:
-    """Name each value after the first GEMM that reads it, whether that GEMM is rewritten or not.
-
-    A second, different tensor of the same module and kind gets `#2`, and so on: a module that is called twice.
-    """
+    """Name each value after the first GEMM that reads it, whether that GEMM is rewritten or not. A second, different tensor of
+    the same module and kind gets `#2`, and so on: a module that is called twice."""
     of_value: dict[MatrixValue, TensorName] = {}
     aliases: dict[tuple[str, str], tuple[TensorName, TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}

@@ -47,10 +47,8 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixValue:
-    """A matrix [rows, cols], or a batch of them, held by a node of the graph: the node itself, or its row-major reshape.
-
-    Two operands are the same tensor if they have equal values and differ at most in `Operand.transposed`.
-    """
+    """A matrix [rows, cols], or a batch of them, held by a node of the graph: the node itself, or its row-major reshape. Two
+    operands are the same tensor if they have equal values and differ at most in `Operand.transposed`."""
 
     root: fx.Node
     rows: Any
@@ -223,9 +221,7 @@ def behind_aliases(node: fx.Node) -> fx.Node:
 
 def resolve_rows(operand: fx.Node, offs: fx.Node) -> tuple[MatrixValue, bool]:
     """The value behind an operand of a grouped GEMM with slots grouped by `offs`, and whether it is the transpose of slots.
-
-    Where the slots gather rows of a matrix that has no more rows than there are slots, the value is that matrix.
-    """
+    Where the slots gather rows of a matrix that has no more rows than there are slots, the value is that matrix."""
     value, transposed = resolve(operand)
     plain = dataclasses.replace(value, groups=Groups(offs))
     if value.reshape is not None or (gathered := row_gather(value.root)) is None:

@@ -165,11 +165,9 @@ class _SiteFinder:
 
     def _path(self, node: fx.Node, operands: tuple[Operand, ...]) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.
-
         nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`. The weight names the
         GEMM as well where no input places the variable below which the module is: behind a graph break, a module that was put
-        back into an attribute comes from one variable and its path begins with another.
-        """
+        back into an attribute comes from one variable and its path begins with another."""
         path = origin.module_path(node)
         weights = [o.value for o in reversed(operands) if o.kind == "weight"]
         owner = next((o for o in map(self._owner, weights) if o is not None), None)
@@ -194,10 +192,8 @@ class _SiteFinder:
 
 
 def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
-    """For both operands of a matmul the value and whether the product reads its transpose; none if it cannot be rewritten.
-
-    A product over the rows of groups reads them along the rows of a matrix, a sum over them along the columns of a.
-    """
+    """For both operands of a matmul the value and whether the product reads its transpose; none if it cannot be rewritten. A
+    product over the rows of groups reads them along the rows of a matrix, a sum over them along the columns of a."""
     kind, form, offs = kind_of(node), form_of(node), offs_of(node)
     if kind is None or not (form is not None or has_fp8_counterpart(node)):
         return []
@@ -232,12 +228,9 @@ Taken = set[tuple[fx.Node, str]]  # Gradients already found: (forward GEMM, role
 def mate_and_role(
     known: MatrixValue | None, is_gradient: Sequence[bool], mates: Sequence[GemmSite], forward: Sequence[GemmSite], taken: Taken
 ) -> tuple[GemmSite | None, str]:
-    """The forward GEMM (None if none is found) and the role of a gradient GEMM.
-
-    known: the value of the operand that is not a gradient; None where it is not clear. is_gradient: for each operand whether it
-    depends on an output gradient. mates: the forward GEMMs with the same `seq_nr`. forward: all of them. The result is not
-    added to `taken`.
-    """
+    """The forward GEMM (None if none is found) and the role of a gradient GEMM. known: the value of the operand that is not a
+    gradient; None where it is not clear. is_gradient: for each operand whether it depends on an output gradient. mates: the
+    forward GEMMs with the same `seq_nr`. forward: all of them. The result is not added to `taken`."""
     if known is not None:
         candidates = mates if all(is_gradient) else (*mates, *forward)
         for site, role in _readers(known, candidates):

@@ -131,11 +131,9 @@ def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:
 
 
 def _live(graph: fx.Graph, plan: Plan) -> frozenset[fx.Node]:
-    """The nodes that something reads in high precision once the plan is carried out.
-
-    Quantized tensors count as read, also those that will travel in FP8: that keeps nodes alive from which a gather is made, and
-    the moves behind it, of which none is a reader in question.
-    """
+    """The nodes that something reads in high precision once the plan is carried out. Quantized tensors count as read, also
+    those that will travel in FP8: that keeps nodes alive from which a gather is made, and the moves behind it, of which none is
+    a reader in question."""
     reads: dict[fx.Node, list[fx.Node]] = {}
     for decision in plan.rewritten:
         addend = addend_of(decision.site.node)

@@ -147,11 +147,9 @@ def in_graph_order(graph: fx.Graph, decisions: list[Rewritten]) -> list[Rewritte
 
 def _layers(casts: list[Cast]) -> dict[Cast, str]:
     """The layers of casts to one copy: of weights, the other copy of which is made when it is needed, or not at all, and of
-    what backward quantizes again. They are grouped by layer, so that the copies of one layer exist at a time.
-
-    A layer is what the longest part of a module's path that ends in a number, and that other weights share, stands for:
-    `model.layers.3` for `model.layers.3.mlp.0`, if `model.layers.3.mlp` is a Sequential with one linear for each number.
-    """
+    what backward quantizes again. They are grouped by layer, so that the copies of one layer exist at a time. A layer is what
+    the longest part of a module's path that ends in a number, and that other weights share, stands for: `model.layers.3` for
+    `model.layers.3.mlp.0`, if `model.layers.3.mlp` is a Sequential with one linear for each number."""
     single = [cast for cast in casts if len(cast.copies) == 1]
     paths = {cast: cast.tensor.name.module for cast in single if cast.is_pinned or cast.tensor.name.kind == "weight"}
     layers = layers_of(set(paths.values()))

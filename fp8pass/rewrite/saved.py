@@ -127,11 +127,9 @@ def plan_saved(
     context: GraphContext,
     may_multiply: bool = False,
 ) -> tuple[SavedValue, ...]:
-    """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only.
-
-    num_outputs: how many of the forward's results are the user's, the first ones. may_multiply: GEMMs in high precision may
-    read what is computed again of rounded values, as they may where no recipe has GEMMs.
-    """
+    """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only. num_outputs: how many
+    of the forward's results are the user's, the first ones. may_multiply: GEMMs in high precision may read what is computed
+    again of rounded values, as they may where no recipe has GEMMs."""
     results: Any = forward.output_node().args[0]
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
     held = saved_memory(results, forward.find_nodes(op="placeholder"), num_outputs)

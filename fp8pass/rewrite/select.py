@@ -424,11 +424,8 @@ def _makes_scores(node: fx.Node) -> bool:
 
 
 def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], data: set[fx.Node]) -> str | None:
-    """The operation that chooses rows by a GEMM's result, or None.
-
-    leading: what `leading_to_choices` found. gradients: the nodes of the backward. data: the nodes that depend on an input of
-    the graph.
-    """
+    """The operation that chooses rows by a GEMM's result, or None. leading: what `leading_to_choices` found. gradients: the
+    nodes of the backward. data: the nodes that depend on an input of the graph."""
     if leading.isdisjoint(gemm.users):
         return None
     made = _scores_of(gemm, gradients)

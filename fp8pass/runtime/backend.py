@@ -121,12 +121,9 @@ def _traced_code() -> CodeType | None:
 
 
 class Backend:
-    """The torch.compile backend: a callable that takes each graph of Dynamo's.
-
-    Backends with equal options are equal: then Dynamo compiles a block once for all layers that were compiled one by one,
-    and does not run into its recompile limit, beyond which models run eagerly. The session of a call is the one that
-    is running.
-    """
+    """The torch.compile backend: a callable that takes each graph of Dynamo's. Backends with equal options are equal: then
+    Dynamo compiles a block once for all layers that were compiled one by one, and does not run into its recompile limit, beyond
+    which models run eagerly. The session of a call is the one that is running."""
 
     compiler_name = "fp8pass"
 

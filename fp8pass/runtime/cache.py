@@ -166,11 +166,9 @@ def remember(key: str | None, graph: CompiledGraph, needed: Needed) -> None:
 def compiled(
     graph: CompiledGraph, module: fx.GraphModule, key: str, compile_inner: Callable[[str], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Compile one of Dynamo's graphs, or take it from AOTAutograd's cache: `graph.cache` says which.
-
-    graph: the record, which a miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles
-    for a key. An entry that is damaged stays where it is, so the graph has a second key.
-    """
+    """Compile one of Dynamo's graphs, or take it from AOTAutograd's cache: `graph.cache` says which. graph: the record, which a
+    miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles for a key. An entry that is
+    damaged stays where it is, so the graph has a second key."""
     off = is_off()
     if off is not None:
         graph.cache = f"bypassed: {off}"

@@ -35,17 +35,13 @@ _DRY = frozenset(("_forward_metadata_inference", "_backward_metadata_inference",
 
 
 class StepClock:
-    """The steps of one compiled model. Forwards nest: a compiled model may call itself or be called by several threads.
-
-    In mode "auto" a step ends when the next outermost forward begins. Where ranks reduce amaxes, they must agree that it
-    ends: they do on the calls they make, not on what these recorded. So there only a forward with gradients ends a step; an
-    evaluation, which often runs on one rank alone, does not.
-
-    NOTE [steps at graphs] A model that torch.compile compiled by our backend's name has no wrapper that sees a forward begin:
-    only calls of its graphs are seen. There, a step ends when a graph runs with gradients after a backward, which is the
-    first graph of the next training forward. Several forwards before one backward belong to one step, and an evaluation ends
-    none.
-    """
+    """The steps of one compiled model. Forwards nest: a compiled model may call itself or be called by several threads. In mode
+    "auto" a step ends when the next outermost forward begins. Where ranks reduce amaxes, they must agree that it ends: they do
+    on the calls they make, not on what these recorded. So there only a forward with gradients ends a step; an evaluation, which
+    often runs on one rank alone, does not. NOTE [steps at graphs] A model that torch.compile compiled by our backend's name has
+    no wrapper that sees a forward begin: only calls of its graphs are seen. There, a step ends when a graph runs with gradients
+    after a backward, which is the first graph of the next training forward. Several forwards before one backward belong to one
+    step, and an evaluation ends none."""
 
     def __init__(self, mode: StepMode, reduction: AmaxReduction, at_graphs: bool = False):
         self.mode = mode
@@ -113,9 +109,7 @@ class StepClock:
 
 class ManualSteps:
     """Counts the optimizer steps since the last step boundary of one model. Invariant: holds no reference to the model.
-
-    Optimizers say that they have made a step; updates by hand raise the version of a Parameter that trains.
-    """
+    Optimizers say that they have made a step; updates by hand raise the version of a Parameter that trains."""
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root

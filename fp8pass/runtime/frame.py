@@ -114,10 +114,8 @@ class Instance:
 
 
 class Frame:
-    """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive.
-
-    Invariant: a graph receives the extra inputs of the instance whose Parameters it receives.
-    """
+    """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive. Invariant: a
+    graph receives the extra inputs of the instance whose Parameters it receives."""
 
     def __init__(
         self,

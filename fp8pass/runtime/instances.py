@@ -51,13 +51,11 @@ class Placement:
 
 
 class ModuleNames:
-    """Paths in the user's model for the variables of one call's frames.
-
-    With a root module, the names of its Parameters place a frame: `self` of a frame that reads `layers.3.attn.wq.weight` as
-    `wq.weight` is `layers.3.attn`, and so is `args[0]` of one that reads it as `args[0].wq.weight`. A root function has no
-    names of its own: its variables' names replace them, and further instances of a variable are numbered in the order of
-    their first call: `layer`, `layer#1`, `layer#2`. A "#" is an ordinary character in the globs of rules.
-    """
+    """Paths in the user's model for the variables of one call's frames. With a root module, the names of its Parameters place a
+    frame: `self` of a frame that reads `layers.3.attn.wq.weight` as `wq.weight` is `layers.3.attn`, and so is `args[0]` of one
+    that reads it as `args[0].wq.weight`. A root function has no names of its own: its variables' names replace them, and
+    further instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`. A "#" is an
+    ordinary character in the globs of rules."""
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root

@@ -142,10 +142,8 @@ def _is_wrapper(code: CodeType, variables: dict[str, Any]) -> bool:
 
 
 def _session_on(context: Any, owner: Any) -> Session | None:
-    """The session that hangs on a context of torch.compile, made if it has none; None if its backend is another one.
-
-    owner: the module or function that was compiled.
-    """
+    """The session that hangs on a context of torch.compile, made if it has none; None if its backend is another one. owner: the
+    module or function that was compiled."""
     found = getattr(context, _SESSION, None)
     if isinstance(found, Session):
         return found

@@ -297,10 +297,8 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 class JoinGuard:
     """The refusal of step boundaries at which other ranks are missing: under torch's `Join` ranks go on that have more batches.
-
     `Join` says nothing of its end, but DDP then notes the rank whose Parameters all others receive. Before the first forward
-    under a `Join` that note, which DDP does not read again, is taken away.
-    """
+    under a `Join` that note, which DDP does not read again, is taken away."""
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root

@@ -106,12 +106,10 @@ def may_be_checkpointed(args: Sequence[Any]) -> bool:
 
 
 class FirstRuns:
-    """First runs that may be repeated, the oldest forgotten beyond a limit.
-
-    Keyed by memory and instance, for several graphs may read one tensor; a run without gradients may be repeated by a graph of
-    another identity, which is found by its memory alone. Graphs after a graph break, whose inputs are made anew, are known by
-    instance: checkpointed regions are repeated in reverse order, so the newest first run of the instance is the one.
-    """
+    """First runs that may be repeated, the oldest forgotten beyond a limit. Keyed by memory and instance, for several graphs
+    may read one tensor; a run without gradients may be repeated by a graph of another identity, which is found by its memory
+    alone. Graphs after a graph break, whose inputs are made anew, are known by instance: checkpointed regions are repeated in
+    reverse order, so the newest first run of the instance is the one."""
 
     def __init__(self) -> None:
         self._by_memory: collections.OrderedDict[Key, dict[Any, tuple[FirstRun, Storages]]] = collections.OrderedDict()

@@ -56,10 +56,8 @@ class Modes:
 
 
 def traces_of(graph: CompiledGraph) -> Traces | None:
-    """The snapshots of a graph, traced again where it came from a cache; None for a graph that was not rewritten.
-
-    Raises NotTracedError where it cannot be traced any more.
-    """
+    """The snapshots of a graph, traced again where it came from a cache; None for a graph that was not rewritten. Raises
+    NotTracedError where it cannot be traced any more."""
     if graph.rewrite is None:
         return None
     if not graph.rewrite.after.nodes and (graph.trace_again is None or not graph.trace_again()):

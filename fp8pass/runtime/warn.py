@@ -72,10 +72,8 @@ def _tell_of_decisions(session: Session) -> None:
 
 
 def watch_backward(session: Session, result: Any) -> None:
-    """Warn at the end of the first backward that reaches what a graph returned, of what is known then.
-
-    A forward that runs in a backward, a recomputation, is a part of it that knows nothing of the rest.
-    """
+    """Warn at the end of the first backward that reaches what a graph returned, of what is known then. A forward that runs in a
+    backward, a recomputation, is a part of it that knows nothing of the rest."""
     if in_backward():
         session.seen.went_backward = True
         return
@@ -163,9 +161,8 @@ def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
 
 
 def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
-    """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError.
-
-    Those that are expected to have their rows in the table only."""
+    """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError. Those that
+    are expected to have their rows in the table only."""
     runs = session.eager.found
     reasons = by_key((path for path in paths if not runs[path].is_expected), lambda path: runs[path].reason.detail)
     if not reasons:

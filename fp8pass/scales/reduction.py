@@ -85,11 +85,9 @@ class AmaxReduction:
         return bool(self.recipes) and is_distributed(self.group)
 
     def run(self, stores: Sequence[DelayedStore]) -> None:
-        """Replace the staged amaxes of the stores by the largest over all ranks.
-
-        `stores` has at least one per recipe that reduces. Raises AmaxReductionError on every rank if ranks quantize
-        different tensors, and torch.distributed's errors as they are; no store is changed then.
-        """
+        """Replace the staged amaxes of the stores by the largest over all ranks. `stores` has at least one per recipe that
+        reduces. Raises AmaxReductionError on every rank if ranks quantize different tensors, and torch.distributed's errors as
+        they are; no store is changed then."""
         stores = [s for s in stores if s.recipe.reduce_amax]
         layout = self._layout_for(stores)
         if self._agreed_so_far() and defers(stores[-1].device):

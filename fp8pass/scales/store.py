@@ -70,12 +70,9 @@ class Window:
 
 
 class DelayedStore:
-    """State of one delayed recipe on one device.
-
-    Invariants: the first columns of every buffer belong to the tensors in `names`, in order: one each, to batched weights one
-    per matrix, side by side. Those behind them are in their initial state, or belong to another store (`shared.py`). Buffers
-    keep their addresses until `move_to` replaces them and raises `layout`.
-    """
+    """State of one delayed recipe on one device. Invariants: the first columns of every buffer belong to the tensors in
+    `names`, in order: one each, to batched weights one per matrix, side by side. Those behind them are in their initial state,
+    or belong to another store (`shared.py`). Buffers keep their addresses until `move_to` replaces them and raises `layout`."""
 
     def __init__(self, recipe: DelayedScaling, device: torch.device, capacity: int):
         self.recipe = recipe
@@ -257,10 +254,8 @@ class DelayedStore:
         self.num_emptied += 1
 
     def note_empty(self, names: Iterable[str]) -> None:
-        """Find out which of these tensors have empty histories, after their columns were written from a checkpoint.
-
-        Position 0, of the step that has not ended, is none of the history yet.
-        """
+        """Find out which of these tensors have empty histories, after their columns were written from a checkpoint. Position 0,
+        of the step that has not ended, is none of the history yet."""
         for name in list(names):
             columns = self.columns(name)
             is_empty = ~self.amax_history[1:, columns].any(dim=0) & (self.scale[columns] == 1)

@@ -152,11 +152,8 @@ class Stores(InputProvider):
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
         over what a checkpoint or another device holds. A batch that has another number of matrices than before begins with an
-        empty history; tensors that were one in another graph, as tied weights are, part.
-
-        Raises CheckpointMismatchError if a loaded state lacks one of them, has it in another format, or has another number of
-        experts.
-        """
+        empty history; tensors that were one in another graph, as tied weights are, part. Raises CheckpointMismatchError if a
+        loaded state lacks one of them, has it in another format, or has another number of experts."""
         names = [name for name, _ in tensors]
         counts = dict(zip(names, [1] * len(names) if entries is None else entries, strict=True))
         with self.lock:

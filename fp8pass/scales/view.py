@@ -324,11 +324,9 @@ def _saved(session: Session) -> dict[str, torch.Tensor]:
 
 
 def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
-    """Check the entries of a session's tensors, by their names in its own model; the returned function loads them.
-
-    recorded: whether amaxes were recorded since the last step boundary when the state was saved. Raises
-    CheckpointMismatchError if the entries do not fit.
-    """
+    """Check the entries of a session's tensors, by their names in its own model; the returned function loads them. recorded:
+    whether amaxes were recorded since the last step boundary when the state was saved. Raises CheckpointMismatchError if the
+    entries do not fit."""
     saved = read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
     names, own = list(saved), _names(session)
     if not names and not own:
@@ -365,12 +363,9 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
 
 
 def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, reduces: bool = False) -> dict[str, torch.Tensor]:
-    """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another.
-
-    A tensor's amax history is [len], the other parts are scalars; those of n batched weights [len, n] and [n]. is_shared:
-    whether all ranks have equal histories and scales. reduces: whether the staged amaxes of this rank are only a part of the
-    step's.
-    """
+    """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another. A tensor's amax history is [len],
+    the other parts are scalars; those of n batched weights [len, n] and [n]. is_shared: whether all ranks have equal histories
+    and scales. reduces: whether the staged amaxes of this rank are only a part of the step's."""
     saved: dict[str, torch.Tensor] = {}
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
@@ -384,12 +379,9 @@ def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, re
 
 
 def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
-    """The entries that concern a rank.
-
-    Staged amaxes of several ranks become their largest, which the step's reduction would make of them. Raises
-    CheckpointMismatchError for foreign keys, for a tensor that lacks an entry, and if other ranks' state is there, but not
-    this one's.
-    """
+    """The entries that concern a rank. Staged amaxes of several ranks become their largest, which the step's reduction would
+    make of them. Raises CheckpointMismatchError for foreign keys, for a tensor that lacks an entry, and if other ranks' state
+    is there, but not this one's."""
     saved: Saved = {}
     staged: dict[str, torch.Tensor] = {}
     others: list[tuple[str, EntryPart]] = []

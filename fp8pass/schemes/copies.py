@@ -144,12 +144,10 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A copy and its scale, as nodes of a graph; as tensors where quantization runs outside of graphs (`eager.py`).
-
-    Invariants: `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of
-    its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this
-    granularity reads it.
-    """
+    """A copy and its scale, as nodes of a graph; as tensors where quantization runs outside of graphs (`eager.py`). Invariants:
+    `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of its GEMMs;
+    `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this granularity
+    reads it."""
 
     data: fx.Node
     scale_inv: fx.Node
@@ -178,11 +176,9 @@ def insert_cast(
     **options: Any,
 ) -> tuple[fx.Node, list[Results]]:
     """Insert one cast of matrices, or of a batch, to one copy or to both; `scales` has one for each, None where the operation
-    computes them. `options`: the operation's own keyword arguments.
-
-    Its results, each for all matrices: the data of the rowwise copies, their scales where the operation computes them, then
-    both of the columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
-    """
+    computes them. `options`: the operation's own keyword arguments. Its results, each for all matrices: the data of the rowwise
+    copies, their scales where the operation computes them, then both of the columnwise copies; then the amaxes, a scalar of one
+    matrix, else a vector."""
     row, col = ([layout for layout in layouts if layout.columnwise == side] for side in (False, True))
     pads = {"pad_rows": any(x.pads_outer for x in row), "pad_cols": any(x.pads_outer for x in col)}
     options |= {"rowwise": bool(row), "columnwise": bool(col), **pads, **({"with_amax": True} if with_amax else {})}

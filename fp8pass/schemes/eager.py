@@ -190,11 +190,9 @@ def quantize_weight(
     matrix: torch.Tensor, quantization: Quantization, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values of a matrix [N, K] and their factors: one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], all
-    float32, or 32 values [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
-
-    scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. amax: of all
-    that share one scale of a whole tensor; None: the matrix's own.
-    """
+    float32, or 32 values [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded. scale: the float32 scalar of a tensor whose
+    scale comes from the state; None where it comes from the matrix. amax: of all that share one scale of a whole tensor; None:
+    the matrix's own."""
     if not quantization.has_one_scale:
         data, scales = compact(matrix, quantization)
         if quantization.square:  # the GEMM reads one for each line of a tile
@@ -212,11 +210,9 @@ def quantize_weight(
 
 
 def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: Kind) -> torch.Tensor:
-    """A matrix [outer, inner], or a batch of them, as FP8 holds it: float32 of the same shape. The GEMM sums over `inner`.
-
-    A batch is one tensor; of weights, and with scales of lines or blocks, each matrix has scales of its own. A scale from the
-    state is that of a tensor without a history: its own.
-    """
+    """A matrix [outer, inner], or a batch of them, as FP8 holds it: float32 of the same shape. The GEMM sums over `inner`. A
+    batch is one tensor; of weights, and with scales of lines or blocks, each matrix has scales of its own. A scale from the
+    state is that of a tensor without a history: its own."""
     if x.dim() == 3 and (kind == "weight" or not quantization.has_one_scale):
         return torch.stack([rounded(matrix, recipe, quantization, kind) for matrix in x])
     if not x.numel():

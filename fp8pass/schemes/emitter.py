@@ -102,11 +102,9 @@ class Emitter:
         self._rows_of: dict[QuantizedTensor, fx.Node] = {}  # Rowwise copies of rows in groups, before they are gathered.
 
     def begin(self, cursor: Cursor) -> None:
-        """Insert what comes before the first GEMM; cursor: at the start of the graph.
-
-        The scales of the state by value and their reciprocals, once per graph. Backward must see what forward saw, even after a
-        step boundary has changed the state: so they are saved, never read again.
-        """
+        """Insert what comes before the first GEMM; cursor: at the start of the graph. The scales of the state by value and
+        their reciprocals, once per graph. Backward must see what forward saw, even after a step boundary has changed the state:
+        so they are saved, never read again."""
         if self.tensors:
             assert self.state is not None
             loaded = cursor.call(ops.load_scales.default, self.state.scale, self.state.slots, self._num_entries)

@@ -45,11 +45,9 @@ def engine_obstacle(quantization: Quantization) -> Reason | None:
 
 
 def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
-    """The reason why amaxes of shards are not those of a tensor that is a part of what is gathered.
-
-    What DTensor cuts off where it has padded shards is fewer rows, or columns, than there are ranks, of zeros. Where sizes are
-    dynamic, nothing is known.
-    """
+    """The reason why amaxes of shards are not those of a tensor that is a part of what is gathered. What DTensor cuts off where
+    it has padded shards is fewer rows, or columns, than there are ranks, of zeros. Where sizes are dynamic, nothing is
+    known."""
     value, whole = tensor.value, value_of(gather.wait)
     sizes = [*whole.shape, value.rows, value.cols, 1 if value.batch is None else value.batch]
     if not all(isinstance(size, int) for size in sizes) or not whole.numel():

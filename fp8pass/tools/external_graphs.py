@@ -116,11 +116,8 @@ def rewritten(graph: fx.GraphModule, *, inputs: Sequence[str | None] | None, **o
 def rewritten_in(
     session: Session, graph: fx.GraphModule, inputs: Sequence[str | None] | None, places: Mapping[str, int] | None = None
 ) -> RewrittenGraph:
-    """The graph, rewritten by the rules of a session, with its state.
-
-    places: the positions of inputs that the graph has for the state, by name; None: they are added behind its own. Raises
-    OptionError where those are too small.
-    """
+    """The graph, rewritten by the rules of a session, with its state. places: the positions of inputs that the graph has for
+    the state, by name; None: they are added behind its own. Raises OptionError where those are too small."""
     device = _check(graph)
     check_device(device)
     described, start = _described(graph, _names(graph, inputs)), len(_placeholders(graph))

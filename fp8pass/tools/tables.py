@@ -75,11 +75,8 @@ def shape_text(m: object, n: object, k: object, groups: object) -> str:
 
 
 def folded_path(modules: list[str]) -> str:
-    """One text for paths that differ only in their numbers.
-
-    "layers.0-3.up (x4)" where all combinations of the numbers are there; where some are missing, those that are there:
-    "experts.*.*.up {0.1, 0.3, 1.0} (x3)".
-    """
+    """One text for paths that differ only in their numbers. "layers.0-3.up (x4)" where all combinations of the numbers are
+    there; where some are missing, those that are there: "experts.*.*.up {0.1, 0.3, 1.0} (x3)"."""
     if len(modules) == 1:
         return modules[0]
     indices = sorted({tuple(int(n) for n in NUMBER.findall(m)) for m in modules})

@@ -81,10 +81,8 @@ class WeightKey:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The values that a weight's copies were made of, as far as the host knows. Equal ones mean equal values.
-
-    A write through `.data` in the middle of a step changes none of it.
-    """
+    """The values that a weight's copies were made of, as far as the host knows. Equal ones mean equal values. A write through
+    `.data` in the middle of a step changes none of it."""
 
     version: int  # The Parameter's version counter, which every change in place raises.
     storage: int  # Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same.
@@ -318,11 +316,9 @@ class WeightCache:
         self, given: Mapping[CachedWeight, Given], scales: Scales, *, trains: bool, checks: bool = False
     ) -> dict[CachedWeight, QuantizedWeight]:
         """The copies of weights for a call with these scales. Where one is out of date, all that are, of all graphs of this
-        kind (that train, or that do not), are made again together.
-
-        checks: whether to compare those that show no change with the content of their Parameters; at a step boundary that
-        is done for all, once. Raises StaleWeightError where they differ.
-        """
+        kind (that train, or that do not), are made again together. checks: whether to compare those that show no change with
+        the content of their Parameters; at a step boundary that is done for all, once. Raises StaleWeightError where they
+        differ."""
         known, others = self._known(given), {}
         is_due, self.is_check_due = self.is_check_due, False
         if self.keeps and (is_due or not self._are_fresh(known, scales)):

@@ -119,11 +119,8 @@ def obstacle(found: Managed) -> Reason | None:
 
 def eager_readers(found: Managed, frame: CodeType | None, owner: Path | None) -> Reason | None:
     """The eager code that may read a Parameter while it is gathered. None runs where a graph is all of the forward of the
-    module under `fully_shard`, and nothing else is called before or after that.
-
-    frame: what Dynamo traced into the graph, None where it is not all of it. owner: where the frame finds the module that holds
-    the Parameter.
-    """
+    module under `fully_shard`, and nothing else is called before or after that. frame: what Dynamo traced into the graph, None
+    where it is not all of it. owner: where the frame finds the module that holds the Parameter."""
     module, name = found.group.modules[0], type(found.group.modules[0]).__name__.removeprefix("FSDP")
     if len(found.group.modules) > 1:
         return Reason(

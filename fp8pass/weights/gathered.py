@@ -504,10 +504,8 @@ class ParameterGathers:
             weight.is_active = False
 
     def begin_forward(self, trains: bool) -> None:
-        """Prepare an outermost forward of the model, with or without gradients, on all ranks.
-
-        Raises OptionError where FSDP2 cannot gather in FP8, and torch.distributed's errors.
-        """
+        """Prepare an outermost forward of the model, with or without gradients, on all ranks. Raises OptionError where FSDP2
+        cannot gather in FP8, and torch.distributed's errors."""
         root = self._root()
         if root is None:
             return

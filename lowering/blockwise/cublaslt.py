@@ -89,11 +89,9 @@ trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_k
 
 
 def scale_view(scale_inv: Tensor, outer: int, inner: int, granularity: str) -> Tensor:
-    """GEMM-ready scales as `torch._scaled_mm_v2` describes them, the memory unchanged.
-
-    1x128: [outer, ceil(inner/128)] with strides (1, outer), outer a multiple of 4. 128x128: [pad4(ceil(inner/128)),
-    ceil(outer/128)] with strides (1, pad4(ceil(inner/128))), whose padding torch's `_scaled_mm` of 2.9 left out.
-    """
+    """GEMM-ready scales as `torch._scaled_mm_v2` describes them, the memory unchanged. 1x128: [outer, ceil(inner/128)] with
+    strides (1, outer), outer a multiple of 4. 128x128: [pad4(ceil(inner/128)), ceil(outer/128)] with strides (1,
+    pad4(ceil(inner/128))), whose padding torch's `_scaled_mm` of 2.9 left out."""
     if granularity == Granularity.BLOCK_1X128:
         return scale_inv.as_strided((outer, num_blocks(inner, BLOCK)), (1, outer))
     width = scale_inv.shape[1]

@@ -97,13 +97,10 @@ def cast_tile(
     BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """FP8 copies of a tile of x [rows, cols] and the reciprocals of their scales, any strides.
-
-    q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. Scales of a copy [outer,
-    inner] are indexed by outer (1D: a line, 2D: a block) and block along inner. s_*_stored: 1D, lines stored, padding
-    included; 2D, blocks along inner stored. TURN_*: the columns of the copy are contiguous, where x's rows are.
-    WHOLE: x and its copies consist of whole tiles (`is_whole`).
-    """
+    """FP8 copies of a tile of x [rows, cols] and the reciprocals of their scales, any strides. q_row, q_col: uint8, indexed by
+    row and column of x, sizes rounded up; zeros beyond x. Scales of a copy [outer, inner] are indexed by outer (1D: a line, 2D:
+    a block) and block along inner. s_*_stored: 1D, lines stored, padding included; 2D, blocks along inner stored. TURN_*: the
+    columns of the copy are contiguous, where x's rows are. WHOLE: x and its copies consist of whole tiles (`is_whole`)."""
     tiles_c = tiles_of(cols, BLOCK_C)
     tile_r, tile_c = place_of_tile(tile, tiles_c)
     r0 = tile_r * BLOCK_R
@@ -213,11 +210,9 @@ def cast_blockwise_kernel(
 
 
 class _Copy(NamedTuple):
-    """The destination of one copy of a matrix or batch: the views that the kernel indexes.
-
-    q: uint8 view indexed by row and column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored
-    lines, blocks], 2D [blocks, stored blocks].
-    """
+    """The destination of one copy of a matrix or batch: the views that the kernel indexes. q: uint8 view indexed by row and
+    column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored lines, blocks], 2D [blocks, stored
+    blocks]."""
 
     q: torch.Tensor
     scale_inv: torch.Tensor
@@ -433,11 +428,8 @@ def scaled_mm_blockwise_kernel(
     BLOCK_DIMS_A: tl.constexpr, BLOCK_DIMS_B: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, k] @ b [k, n], a with strides (stride_a, 1), b with strides (1, stride_b), out contiguous.
-
-    Scales are GEMM-ready memory of leading dimension scale_stride_*. BLOCK_K is the side of a block; BLOCK_M and
-    BLOCK_N divide it.
-    """
+    """out [m, n] = a [m, k] @ b [k, n], a with strides (stride_a, 1), b with strides (1, stride_b), out contiguous. Scales are
+    GEMM-ready memory of leading dimension scale_stride_*. BLOCK_K is the side of a block; BLOCK_M and BLOCK_N divide it."""
     tile = tl.program_id(0)
     tiles_m = tiles_of(m, BLOCK_M)
     tiles_n = tiles_of(n, BLOCK_N)

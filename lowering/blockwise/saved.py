@@ -24,11 +24,9 @@ def scales_shape(x: torch.Tensor) -> tuple[int, ...]:
 def save_activation(
     x: torch.Tensor, *, power_of_2: bool = True, epsilon: float = 0.0, as_bytes: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 values of x [..., C], contiguous, and float32 scale_inv [..., ceil(C/128)], of blocks along the last dimension.
-
-    x is float32, bfloat16 or float16 with at least one dimension. Scales are those of `scaling.quantize_blocks`; a NaN or an
-    infinity becomes NaN. as_bytes: the values as uint8. Raises ValueError for another dtype and for a scalar.
-    """
+    """E4M3 values of x [..., C], contiguous, and float32 scale_inv [..., ceil(C/128)], of blocks along the last dimension. x is
+    float32, bfloat16 or float16 with at least one dimension. Scales are those of `scaling.quantize_blocks`; a NaN or an
+    infinity becomes NaN. as_bytes: the values as uint8. Raises ValueError for another dtype and for a scalar."""
     if not x.numel():
         q = x.new_empty(x.shape, dtype=E4M3)
         scale_inv = x.new_ones(scales_shape(x), dtype=torch.float32)
@@ -41,9 +39,7 @@ def save_activation(
 
 def load_activation(q: torch.Tensor, scale_inv: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """float32(q) * scale_inv, rounded to `dtype`, [..., C] contiguous: what `save_activation` gave, q as E4M3 or as bytes.
-
-    Raises ValueError for scales of another shape and for another dtype.
-    """
+    Raises ValueError for scales of another shape and for another dtype."""
     if not q.numel():
         return q.new_empty(q.shape, dtype=dtype)
     values = q.view(E4M3) if q.dtype == torch.uint8 else q

@@ -112,12 +112,10 @@ def copy_of_lines(matrix: Matrix, columnwise: bool, quantized: Callable[[Any], A
 
 
 def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
-    """The cuts of loops over lines, and the distances of the lines of neighbouring steps.
-
-    NOTE [pairs of columns] Triton gives a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few
-    rows: each thread would compute eight scales for the sixteen elements that it has. So the loops over lines take pairs of
-    columns in another order, which for memory is the same: 32 columns, of which threads hold two and more rows.
-    """
+    """The cuts of loops over lines, and the distances of the lines of neighbouring steps. NOTE [pairs of columns] Triton gives
+    a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few rows: each thread would compute eight
+    scales for the sixteen elements that it has. So the loops over lines take pairs of columns in another order, which for
+    memory is the same: 32 columns, of which threads hold two and more rows."""
     in_pairs = columnwise and buffers.is_multiple_of(outer, 32)
     return ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
 

@@ -46,11 +46,9 @@ def facts_of(node: Any) -> Facts:
 
 
 class OrderedBuffer(ir.ComputedBuffer):
-    """A computed buffer whose loops stay in the order they were written in.
-
-    Inductor reorders loops by the strides of what they read and write, each buffer for itself. Buffers that are to
-    become one kernel over the same tile must not be pulled apart like that.
-    """
+    """A computed buffer whose loops stay in the order they were written in. Inductor reorders loops by the strides of what they
+    read and write, each buffer for itself. Buffers that are to become one kernel over the same tile must not be pulled apart
+    like that."""
 
     @staticmethod
     def _apply_loop_reordering(
@@ -106,8 +104,7 @@ def _loops(value: Any) -> ir.Loops | None:
 
 
 def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
-    """True if a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that
-    kernel."""
+    """True if a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that kernel."""
     numel = rows * cols
     seen: set[str] = set()
     pending = [_loops(x)]
@@ -139,11 +136,9 @@ class _ElementView(ir.NopKernel):
 
 
 def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
-    """A scalar within a larger buffer, as a pointer that generated kernels receive.
-
-    Read through the larger buffer, its position would be a constant in their code, and equal layers would get different
-    kernels. Its address is taken for unaligned, whatever the position, for alignment is in their code, too.
-    """
+    """A scalar within a larger buffer, as a pointer that generated kernels receive. Read through the larger buffer, its
+    position would be a constant in their code, and equal layers would get different kernels. Its address is taken for
+    unaligned, whatever the position, for alignment is in their code, too."""
     view = scalar.data
     if not isinstance(view, ir.ReinterpretView):
         if isinstance(_storage(scalar), ir.InputBuffer):  # saved by forward, from any position

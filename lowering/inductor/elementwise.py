@@ -71,9 +71,8 @@ def quantize(x: Any, scale: Any, dtype: torch.dtype) -> Any:
 
 def e4m3_byte(x: Any, scale: Any) -> Any:
     """`reference.quantize` of float32 x by float32 scale as the byte of an E4M3 value, on a GPU without FP8 instructions.
-
-    Adding half a step, less one bit for even codes, rounds the upper bits of a normal value; steps of 2**-9 count a subnormal.
-    """
+    Adding half a step, less one bit for even codes, rounds the upper bits of a normal value; steps of 2**-9 count a
+    subnormal."""
     magnitude = ops.minimum(ops.abs(ops.mul(x, scale)), _float(fp8_max(E4M3)))
     bits = ops.to_dtype_bitcast(magnitude, torch.int32, src_dtype=torch.float32)
     is_odd = ops.bitwise_and(ops.bitwise_right_shift(bits, _int(20)), _int(1))
@@ -122,12 +121,9 @@ def sigmoid(x: Any) -> Any:
 
 
 def divide(dividend: Any, divisor: Any) -> Any:
-    """Correctly rounded float32 quotient.
-
-    Triton's float32 `/` is off by up to 2 ulp. Through float64 the result is exact: 53 bits hold a quotient of 24-bit
-    numbers well enough for the second rounding to do no harm. A few scalars per tensor are divided, so it costs
-    nothing.
-    """
+    """Correctly rounded float32 quotient. Triton's float32 `/` is off by up to 2 ulp. Through float64 the result is exact: 53
+    bits hold a quotient of 24-bit numbers well enough for the second rounding to do no harm. A few scalars per tensor are
+    divided, so it costs nothing."""
     wide = [ops.to_dtype(v, torch.float64, src_dtype=torch.float32) for v in (dividend, divisor)]
     return ops.to_dtype(ops.truediv(*wide), torch.float32, src_dtype=torch.float64)
 
@@ -157,11 +153,8 @@ def scale_from_amax(amax: Any, dtype: torch.dtype, margin: int, epsilon: float, 
 
 def power_of_2_scale(amax_bits: Any, dtype: torch.dtype, epsilon: float) -> Any:
     """int32 bits of `reference.bounded_scale` with `power_of_2`, of an amax given as `magnitude_bits`. Quotients beyond
-    float32, which float16 has none of, become 2**127.
-
-    fp8_max is 1.75 * 2**p: the quotient's exponent is p minus that of the amax, one less where the amax's mantissa exceeds
-    1.75. Adding 0.25 to the mantissa carries just there.
-    """
+    float32, which float16 has none of, become 2**127. fp8_max is 1.75 * 2**p: the quotient's exponent is p minus that of the
+    amax, one less where the amax's mantissa exceeds 1.75. Adding 0.25 to the mantissa carries just there."""
     fraction, exponent = math.frexp(fp8_max(dtype))
     assert fraction == 0.875
     if epsilon > 0.0:

@@ -147,10 +147,8 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: Cast
 
 
 def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
-    """The columnwise copy [C, R16] in a kernel of its own, with zeros beyond R.
-
-    Left to itself, the scheduler would reorder its loops and store it from the row kernel, one byte at a time.
-    """
+    """The columnwise copy [C, R16] in a kernel of its own, with zeros beyond R. Left to itself, the scheduler would reorder its
+    loops and store it from the row kernel, one byte at a time."""
     rows, padded = matrix.rows, pad_to_alignment(matrix.rows)
 
     def inner(index: Any) -> Any:

@@ -39,12 +39,10 @@ NUM_WARPS = 8
 
 @triton.jit
 def e8m0_code(amax, FP8_MAX: tl.constexpr):
-    """`reference.e8m0_from_amax` of float32 amaxes, none negative, as int32.
-
-    fp8_max is 1.75 * 2**p. The quotient's power of two at or above is the amax's exponent less p, one more where the amax's
-    mantissa exceeds 1.75: adding 0.25 less the last bit carries just there. Float32's rounding changes that for one amax
-    alone, the first above 1.75 * 2**(p - 127), whose quotient is subnormal and rounds down to 2**-127.
-    """
+    """`reference.e8m0_from_amax` of float32 amaxes, none negative, as int32. fp8_max is 1.75 * 2**p. The quotient's power of
+    two at or above is the amax's exponent less p, one more where the amax's mantissa exceeds 1.75: adding 0.25 less the last
+    bit carries just there. Float32's rounding changes that for one amax alone, the first above 1.75 * 2**(p - 127), whose
+    quotient is subnormal and rounds down to 2**-127."""
     P: tl.constexpr = 8 if FP8_MAX == 448.0 else 15
     bits = magnitude_bits(amax)
     code = tl.where(bits <= (P << 23) + 0x600001, 0, ((bits + 0x1FFFFF) >> 23) - P)
@@ -116,12 +114,9 @@ def cast_mxfp8_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
     E5M2: tl.constexpr, FP8_MAX: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """FP8 copies of x [rows, cols] and their codes, any strides.
-
-    q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. s_row, s_col: GEMM-ready
-    (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and by block along inner of the copy. WHOLE: x and
-    its copies consist of whole tiles.
-    """
+    """FP8 copies of x [rows, cols] and their codes, any strides. q_row, q_col: uint8, indexed by row and column of x, sizes
+    rounded up; zeros beyond x. s_row, s_col: GEMM-ready (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and
+    by block along inner of the copy. WHOLE: x and its copies consist of whole tiles."""
     tiles_c, tiles_r = tiles_of(cols, BLOCK), tiles_of(rows, BLOCK)
     tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     blocks_r, blocks_c = tiles_of(rows, 32), tiles_of(cols, 32)
@@ -185,10 +180,8 @@ def cast_mxfp8_kernel(
 
 
 class _Copy(NamedTuple):
-    """The destination of one copy of a matrix: views that the kernel indexes.
-
-    q: uint8, by row and column of x. scale: by outer and block of the copy; GEMM-ready, the memory.
-    """
+    """The destination of one copy of a matrix: views that the kernel indexes. q: uint8, by row and column of x. scale: by outer
+    and block of the copy; GEMM-ready, the memory."""
 
     q: torch.Tensor
     scale: torch.Tensor

@@ -35,10 +35,8 @@ def record_amax_kernel(
     amax_bits, slots, observed, index, first, count, stride_amax, stride_slots,
     HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """amax_bits[slots[i]] = max(itself, bits of observed) for i in index, or for i = first, first + 1, ...
-
-    A maximum of integers, so NaN wins; atomic, because two observations may name one slot.
-    """
+    """amax_bits[slots[i]] = max(itself, bits of observed) for i in index, or for i = first, first + 1, ... A maximum of
+    integers, so NaN wins; atomic, because two observations may name one slot."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     if HAS_INDEX:
@@ -65,11 +63,8 @@ def record_amax(
     amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int], *, in_parts: bool = False
 ) -> None:
     """`reference.record_amax`: of parts one launch for each dtype and alignment, else one behind that which stacks the scalars
-    or joins the vectors.
-
-    Consecutive positions, which is what a graph that numbers its tensors in order asks for, travel as one number; any
-    others as a table.
-    """
+    or joins the vectors. Consecutive positions, which is what a graph that numbers its tensors in order asks for, travel as one
+    number; any others as a table."""
     if not observed:
         return
     if in_parts:
@@ -104,12 +99,10 @@ def update_scales_kernel(
     history, scale, fp8_max, num_non_finite, length, n, stride_l, stride_scale, stride_fp8_max, stride_non_finite,
     margin_factor, MOST_RECENT: tl.constexpr, COUNT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """`reference.update_scales` of BLOCK_N columns of history [length, n], in place.
-
-    A program owns its columns and moves their rows towards row 1 in order, BLOCK_L at a time. NOTE [barriers] What
-    one thread stores another may still have to load, in the same step (row r goes to r - 1) and at the end (row 0,
-    counts): a barrier stands between the loads and the stores of each step.
-    """
+    """`reference.update_scales` of BLOCK_N columns of history [length, n], in place. A program owns its columns and moves their
+    rows towards row 1 in order, BLOCK_L at a time. NOTE [barriers] What one thread stores another may still have to load, in
+    the same step (row r goes to r - 1) and at the end (row 0, counts): a barrier stands between the loads and the stores of
+    each step."""
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_range = columns < n
     stride_l = tl.cast(stride_l, tl.int64)

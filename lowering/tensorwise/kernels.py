@@ -338,10 +338,8 @@ def cast_tile(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16].
-
-    At least one of them. Returns the bits of the tile's amax, or 0 where it is not needed.
-    """
+    """Copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16]. At least one
+    of them. Returns the bits of the tile's amax, or 0 where it is not needed."""
     r0 = tile_r.to(tl.int64) * BLOCK_R
     c0 = tile_c.to(tl.int64) * BLOCK_C
     x += r0 * stride_r + c0 * stride_c
@@ -440,11 +438,9 @@ def multi_cast_transpose_amax_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`cast_transpose.cast_tile` of the matrix that this tile belongs to, all with elements of dtype `element`.
-
-    table: first tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`launch`); amaxes, where
-    WITH_AMAX: int32 bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16.
-    """
+    """`cast_transpose.cast_tile` of the matrix that this tile belongs to, all with elements of dtype `element`. table: first
+    tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`launch`); amaxes, where WITH_AMAX: int32 bits,
+    zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16."""
     tile = tl.program_id(0).to(tl.int64)
     fields, first = find_matrix(table, num_matrices, tile, FIELDS)
     tile -= first

@@ -61,10 +61,8 @@ _POOL: list[concurrent.futures.ThreadPoolExecutor] = []
 
 
 class Kernel:
-    """A kernel of Triton's that compiles and launches nothing in a thread that compiles ahead: kernel[grid](...).
-
-    jit: Triton's function. What it compiles is assembled by the ptxas that `assembler` chooses.
-    """
+    """A kernel of Triton's that compiles and launches nothing in a thread that compiles ahead: kernel[grid](...). jit: Triton's
+    function. What it compiles is assembled by the ptxas that `assembler` chooses."""
 
     def __init__(self, jit: Any) -> None:
         assemble_anew(jit)

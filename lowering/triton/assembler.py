@@ -45,10 +45,8 @@ class Assembler:
 
 def choose(arch: int) -> Assembler:
     """The ptxas for our kernels on compute capability arch / 10: the user's, else Triton's if it is new enough, else a newer
-    one that came with torch or with Triton, else Triton's.
-
-    A driver for CUDA 12 need not load what CUDA 13 assembles; torch for CUDA 13 runs on no such driver.
-    """
+    one that came with torch or with Triton, else Triton's. A driver for CUDA 12 need not load what CUDA 13 assembles; torch for
+    CUDA 13 runs on no such driver."""
     given = tritons(arch)
     if given.is_right or is_chosen(arch) or () < hardware.cuda_version() < RIGHT:
         return given

@@ -54,11 +54,9 @@ def batch_step(x: torch.Tensor) -> int:
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
-    """Tensors of one shape seen as matrices whose elements still correspond; None if two dimensions do not suffice.
-
-    Dimensions are ordered by the first tensor's strides, largest first, and merged wherever every tensor allows it; a
-    dense tensor of any number of dimensions becomes one row.
-    """
+    """Tensors of one shape seen as matrices whose elements still correspond; None if two dimensions do not suffice. Dimensions
+    are ordered by the first tensor's strides, largest first, and merged wherever every tensor allows it; a dense tensor of any
+    number of dimensions becomes one row."""
     first = tensors[0]
     dims = [d for d in range(first.dim()) if first.shape[d] != 1]
     dims.sort(key=first.stride, reverse=True)
@@ -82,13 +80,11 @@ def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
-    """`values` as an int64 vector on `device`, copied without waiting for the device. Not to be written to.
-
-    Addresses repeat from step to step, so a table of the same values is used again; the least recently used ones go. Under
-    CUDA graph capture the copy is replayed from host memory: NOTE [tables of captured graphs]. While Inductor
-    warms up a CUDA graph, nothing is kept: it does so in the graph's memory pool, and no tensor of that may outlive a call.
-    Nor is anything of a call on paper (`ahead`).
-    """
+    """`values` as an int64 vector on `device`, copied without waiting for the device. Not to be written to. Addresses repeat
+    from step to step, so a table of the same values is used again; the least recently used ones go. Under CUDA graph capture
+    the copy is replayed from host memory: NOTE [tables of captured graphs]. While Inductor warms up a CUDA graph, nothing is
+    kept: it does so in the graph's memory pool, and no tensor of that may outlive a call. Nor is anything of a call on paper
+    (`ahead`)."""
     if device.type == "meta":
         return torch.empty(len(values), dtype=torch.int64, device=device)
     if device.type == "cuda":
@@ -110,11 +106,9 @@ _MANAGERS = "tree_manager_containers"
 
 
 def _inductor_warms_up(device: torch.device) -> bool:
-    """True if Inductor warms up a CUDA graph with this call: it runs them in a stream of their own.
-
-    A thread has managers of CUDA graphs if it imported the module, or if autograd started it. To ask for them in another one
-    is an error in torch 2.11.
-    """
+    """True if Inductor warms up a CUDA graph with this call: it runs them in a stream of their own. A thread has managers of
+    CUDA graphs if it imported the module, or if autograd started it. To ask for them in another one is an error in torch
+    2.11."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if device.type != "cuda" or trees is None:
         return False

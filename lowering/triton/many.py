@@ -67,11 +67,9 @@ def multi_amax_kernel(
     table, result, slots, stride_result, stride_slots, element: tl.constexpr,
     HAS_SLOTS: tl.constexpr, PARTIAL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """result[target] = max(itself, bits of the largest magnitude) for each row (pointer, elements, target) of table.
-
-    The target is slots[target] where HAS_SLOTS. PARTIAL: each program stores its own maximum, those of a target in a row.
-    ALIGNED: all pointers and sizes are multiples of 16 bytes.
-    """
+    """result[target] = max(itself, bits of the largest magnitude) for each row (pointer, elements, target) of table. The target
+    is slots[target] where HAS_SLOTS. PARTIAL: each program stores its own maximum, those of a target in a row. ALIGNED: all
+    pointers and sizes are multiples of 16 bytes."""
     row = table + 3 * tl.program_id(0)
     x = tl.load(row).to(tl.pointer_type(element))
     count = tl.load(row + 1)

@@ -25,11 +25,8 @@ MATRICES_PER_STEP = tl.constexpr(128)
 
 @triton.jit
 def as_float32(x):
-    """Float32 of loaded values, exactly.
-
-    NOTE [bfloat16] A bfloat16 is the upper half of a float32. Two lie in a register; shifted, the upper one is a mask away,
-    where a conversion first moves it down.
-    """
+    """Float32 of loaded values, exactly. NOTE [bfloat16] A bfloat16 is the upper half of a float32. Two lie in a register;
+    shifted, the upper one is a mask away, where a conversion first moves it down."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -53,10 +50,8 @@ def larger(a, b):
 
 @triton.jit
 def largest(x):
-    """`magnitude_bits` of the largest magnitude of a two-dimensional float32 tile; NaN wins.
-
-    Float maxima take the magnitude of their operands for nothing, where integer maxima need an instruction of their own.
-    """
+    """`magnitude_bits` of the largest magnitude of a two-dimensional float32 tile; NaN wins. Float maxima take the magnitude of
+    their operands for nothing, where integer maxima need an instruction of their own."""
     flat = tl.reshape(x, (x.numel,), can_reorder=True)
     return magnitude_bits(tl.reduce(tl.abs(flat), 0, larger))
 
@@ -70,10 +65,8 @@ def compiles_ptx():
 
 @triton.jit
 def converted(x, E5M2: tl.constexpr):
-    """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/formats.py.
-
-    What is too large saturates, infinities included; NaN stays, but for its sign.
-    """
+    """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/formats.py. What is too large
+    saturates, infinities included; NaN stays, but for its sign."""
     if compiles_ptx():
         PTX: tl.constexpr = PTX_TO_E5M2 if E5M2 else PTX_TO_E4M3
         return tl.inline_asm_elementwise(PTX, PTX_CONSTRAINTS, [x], dtype=tl.uint8, is_pure=True, pack=PTX_PACK)
@@ -84,13 +77,11 @@ def converted(x, E5M2: tl.constexpr):
 
 @triton.jit
 def fp8_bits(x, scale, E5M2: tl.constexpr):
-    """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept.
-
-    NOTE [saturating conversion] The conversion itself saturates, infinities too; NaN stays. E4M3 has no infinity, so one has
-    to become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign for all others, which a fused multiply-add adds
-    without rounding twice. E5M2 has infinities: a caller that meets one, as the amax of its tile tells, stores
-    `infinity_bits` over the 57344 that comes out here.
-    """
+    """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept. NOTE
+    [saturating conversion] The conversion itself saturates, infinities too; NaN stays. E4M3 has no infinity, so one has to
+    become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign for all others, which a fused multiply-add adds
+    without rounding twice. E5M2 has infinities: a caller that meets one, as the amax of its tile tells, stores `infinity_bits`
+    over the 57344 that comes out here."""
     if E5M2:
         return saturated_bits(x, scale, True)
     return converted(tl.fma(x, scale, x * 0.0), False)
@@ -117,20 +108,16 @@ def tiles_of(size, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of_tile(tile, tiles_c):
-    """Row and column, int64, of a tile in a grid that is `tiles_c` wide.
-
-    A grid has fewer than 2**31 programs, and unsigned numbers of 32 bits divide in the fewest instructions.
-    """
+    """Row and column, int64, of a tile in a grid that is `tiles_c` wide. A grid has fewer than 2**31 programs, and unsigned
+    numbers of 32 bits divide in the fewest instructions."""
     tile, tiles_c = tile.to(tl.uint32), tl.cast(tiles_c, tl.uint32)
     return (tile // tiles_c).to(tl.int64), (tile % tiles_c).to(tl.int64)
 
 
 @triton.jit
 def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
-    """The fields of the matrix that a tile of a launch over many belongs to, and that matrix's first tile.
-
-    table: int64, the first tile of each matrix [num_matrices], then their fields [num_matrices, FIELDS].
-    """
+    """The fields of the matrix that a tile of a launch over many belongs to, and that matrix's first tile. table: int64, the
+    first tile of each matrix [num_matrices], then their fields [num_matrices, FIELDS]."""
     matrix = -1
     for start in range(0, num_matrices, MATRICES_PER_STEP):
         offsets = start + tl.arange(0, MATRICES_PER_STEP)
@@ -141,12 +128,9 @@ def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
 
 @triton.jit
 def runtime_size(size):
-    """A size that the compilers do not know.
-
-    NOTE [sizes of 1] Triton compiles them as constants. What is loaded beyond them is then a constant, too, and ptxas before
-    13.0 shares the conversion of two zeros between words (lowering/formats.py). No launch has a third dimension of
-    programs, but that is known only then.
-    """
+    """A size that the compilers do not know. NOTE [sizes of 1] Triton compiles them as constants. What is loaded beyond them is
+    then a constant, too, and ptxas before 13.0 shares the conversion of two zeros between words (lowering/formats.py). No
+    launch has a third dimension of programs, but that is known only then."""
     return size * tl.num_programs(2) if isinstance(size, int) else size
 
 
@@ -158,10 +142,8 @@ def left(size, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
-    """float32 elements of the matrix at x at rows r and columns c; zeros from rows_left and cols_left on.
-
-    WHOLE: none are left out, and distances inside the tile are int32, which takes half the registers and instructions.
-    """
+    """float32 elements of the matrix at x at rows r and columns c; zeros from rows_left and cols_left on. WHOLE: none are left
+    out, and distances inside the tile are int32, which takes half the registers and instructions."""
     if WHOLE:
         return as_float32(tl.load(x + (r * stride_r)[:, None] + (c * stride_c)[None, :]))
     pointers = x + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
@@ -205,11 +187,9 @@ def store_tile(q, bits, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: t
 
 @triton.jit
 def one_per_thread(values):
-    """Values of lines [lines], spread over the threads: what is computed of them next is computed once.
-
-    A reduction leaves the value of a line in every thread with elements of the line, so a thread has those of 16 columns.
-    `tl.gather` takes results back to such threads, for less than the arithmetic would cost in each.
-    """
+    """Values of lines [lines], spread over the threads: what is computed of them next is computed once. A reduction leaves the
+    value of a line in every thread with elements of the line, so a thread has those of 16 columns. `tl.gather` takes results
+    back to such threads, for less than the arithmetic would cost in each."""
     return tl.gather(values, tl.arange(0, values.shape[0]), 0)
 
 
@@ -221,12 +201,10 @@ def four_rows(t0, t1, t2, t3):
 
 @triton.jit
 def turned(four):
-    """The transpose [C, R] of a tile [R, C] of whose rows 4 * k + i, as t_i, `four_rows` made `four`.
-
-    NOTE [four rows a thread] A thread holds the bytes of four rows that lie next to each other in the columnwise copy, so
-    the tile goes through shared memory by words. Loaded as one tile [R, C], it would go by bytes, two instructions each,
-    and Triton 3.6 would rather quantize every element again in the layout of the second store.
-    """
+    """The transpose [C, R] of a tile [R, C] of whose rows 4 * k + i, as t_i, `four_rows` made `four`. NOTE [four rows a thread]
+    A thread holds the bytes of four rows that lie next to each other in the columnwise copy, so the tile goes through shared
+    memory by words. Loaded as one tile [R, C], it would go by bytes, two instructions each, and Triton 3.6 would rather
+    quantize every element again in the layout of the second store."""
     return tl.reshape(tl.permute(four, (1, 0, 2, 3)), (four.shape[1], 4 * four.shape[0]))
 
 
@@ -260,13 +238,11 @@ def store_columns(q, bits, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.c
 
 @triton.jit
 def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`scaling.scale_from_amax` of blocks or lines whose largest magnitudes are float32 `amax`.
-
-    NOTE [exponents] Threads compute the scale of every row that they hold elements of, so divisions would cost more than the
-    quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
-    that of the amax, one less where the amax's mantissa exceeds 1.75. The difference of 2**p * 1.75 and the amax, as
-    integers, borrows from the exponent just there.
-    """
+    """`scaling.scale_from_amax` of blocks or lines whose largest magnitudes are float32 `amax`. NOTE [exponents] Threads
+    compute the scale of every row that they hold elements of, so divisions would cost more than the quantization itself.
+    fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus that of the amax, one less where the
+    amax's mantissa exceeds 1.75. The difference of 2**p * 1.75 and the amax, as integers, borrows from the exponent just
+    there."""
     if HAS_EPSILON:
         amax = larger(amax, epsilon)
     if POWER_OF_2:

@@ -33,11 +33,9 @@ def tried(
     function: Callable[..., Any], reference: Callable[..., Any], adjust: Callable[..., Arguments] | None = None
 ) -> Callable[..., Any]:
     """A function that launches casts, as it is, but that the first launch of each variant on a GPU is followed by a trial.
-
-    adjust: makes arguments of small random tensors consistent, where their sizes and values are not independent.
-    Raises MiscompiledKernel if the trial's FP8 results differ from those of `reference`. Nothing is tried while a CUDA graph is
-    captured, which allows no waiting; the variant's next launch is its first then.
-    """
+    adjust: makes arguments of small random tensors consistent, where their sizes and values are not independent. Raises
+    MiscompiledKernel if the trial's FP8 results differ from those of `reference`. Nothing is tried while a CUDA graph is
+    captured, which allows no waiting; the variant's next launch is its first then."""
 
     @functools.wraps(function)
     def launch(*args: Any, **options: Any) -> Any:
@@ -112,12 +110,10 @@ def small_size(size: int) -> int:
 
 def small_layout(x: torch.Tensor, is_in_list: bool = False) -> TrialTensor:
     """A small one for which Triton compiles what it compiles for x: of `small_size`, with strides that keep their order and
-    what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by.
-
-    is_in_list: x is a matrix, a batch, or the scale of one. The matrices of a batch are a dimension of the grid: nothing is
-    compiled for their number. Another tensor of three or more dimensions is cast as a matrix whose sizes are products of its
-    own, of which nothing matters but what they exceed a multiple of 16 by.
-    """
+    what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by. is_in_list: x is a
+    matrix, a batch, or the scale of one. The matrices of a batch are a dimension of the grid: nothing is compiled for their
+    number. Another tensor of three or more dimensions is cast as a matrix whose sizes are products of its own, of which nothing
+    matters but what they exceed a multiple of 16 by."""
     if is_in_list and x.dim() in (1, 3):
         x = x[:2]
     is_flattened = not is_in_list and x.dim() > 2

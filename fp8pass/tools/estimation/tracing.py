@@ -392,11 +392,9 @@ def keep_attention_whole(gm: fx.GraphModule) -> None:
 
 
 def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool, bool]]:
-    """The attention of a joint graph: node, FLOPs, whether it is a gradient, whether it has a mask.
-
-    Two products of [query tokens, head width] by [head width, key tokens] a head, five in the backward; half of it where
-    attention is causal. A mask's zeros count as work.
-    """
+    """The attention of a joint graph: node, FLOPs, whether it is a gradient, whether it has a mask. Two products of [query
+    tokens, head width] by [head width, key tokens] a head, five in the backward; half of it where attention is causal. A mask's
+    zeros count as work."""
     found = []
     for target, products, is_backward in ((_attention, 2.0, False), (_attention_backward, 5.0, True)):
         for node in graph.find_nodes(op="call_function", target=target._opoverload):

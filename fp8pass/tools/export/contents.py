@@ -292,11 +292,9 @@ def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None
 
 
 def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], converted: set[str]) -> list[str]:
-    """The modules in high precision that loaders might take for FP8 ones, by their names in memory and on disk.
-
-    A loader goes by the modules of the model that it builds, not by the tensors of the checkpoint. So every Linear counts, also
-    one whose weight is tied and saved under another name, and one that has never run.
-    """
+    """The modules in high precision that loaders might take for FP8 ones, by their names in memory and on disk. A loader goes
+    by the modules of the model that it builds, not by the tensors of the checkpoint. So every Linear counts, also one whose
+    weight is tied and saved under another name, and one that has never run."""
     names = {name for name, module in unwrapped_modules(model) if isinstance(module, nn.Linear)}
     others = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = {n: t for n, t in tensors.items() if t.dim() >= 2 and t.is_floating_point()}

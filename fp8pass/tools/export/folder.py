@@ -309,12 +309,10 @@ def write_files(
     advance: Callable[[Layer], None],
 ) -> list[str]:
     """Write files of tensors, their indices and config.json. They get their names, and those of an earlier export are removed,
-    when all are complete: config.json and indices first, so that no loader takes for whole what a crash leaves.
-
-    config: the content of config.json. tied: other names of tensors -> the names in the files, which the header of the first
-    file notes. renamed: scales that transformers reads under other names, see NOTE [names of scales]. advance: called after
-    each layer. Returns the names of the files of tensors.
-    """
+    when all are complete: config.json and indices first, so that no loader takes for whole what a crash leaves. config: the
+    content of config.json. tied: other names of tensors -> the names in the files, which the header of the first file notes.
+    renamed: scales that transformers reads under other names, see NOTE [names of scales]. advance: called after each layer.
+    Returns the names of the files of tensors."""
     held: dict[str, torch.Tensor] = {}
     files = [[_holding(layer, renamed, held) for layer in layers] for layers in files]
     names = file_names(len(files))

@@ -367,11 +367,8 @@ class Inspection:
 
 
 def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bool = False) -> Inspection:
-    """The inspection of a model as of now: of all of its parts that are compiled, together.
-
-    model: what the paths of the parts begin at, if it is an nn.Module. is_in_place: whether only calls of modules run FP8, and
-    not calls of their `forward`.
-    """
+    """The inspection of a model as of now: of all of its parts that are compiled, together. model: what the paths of the parts
+    begin at, if it is an nn.Module. is_in_place: whether only calls of modules run FP8, and not calls of their `forward`."""
     uses: dict[CompiledGraph, list[tuple[Part, Sequence[Placement]]]] = {}
     for part in parts:
         for compiled, placements in part.session.graphs.items():

@@ -203,10 +203,8 @@ def product_error(
     a: torch.Tensor, b: torch.Tensor, of_a: Rounding, of_b: Rounding, offs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The error that quantizing both operands adds to a [m, k] @ b [k, n], or to their batched product: float32, of its shape.
-
     offs: where the groups of a grouped product end, among the rows of a, or, of two matrices, along what is summed over. Rows
-    behind the last group are zeros.
-    """
+    behind the last group are zeros."""
     if offs is None:
         return of_a(a) @ of_b(b.mT).mT - a.float() @ b.float()
     ends = [int(end) for end in offs.tolist()]

@@ -403,11 +403,9 @@ def padded_factors_kernel(
 def padded_rows(
     q: torch.Tensor, scale_inv: torch.Tensor, offs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows q [S, K] in groups, contiguous, and their scale_inv [S, B], with every group at a multiple of 128.
-
-    Returns for the P padded offsets (`layouts.padded_width`) the row that each holds [P], -1 for padding; q [P, K], whose
-    padding is not written; scale_inv [P, B], strides (1, P), 0 for padding; the group of each [P], -1 for padding.
-    """
+    """Rows q [S, K] in groups, contiguous, and their scale_inv [S, B], with every group at a multiple of 128. Returns for the P
+    padded offsets (`layouts.padded_width`) the row that each holds [P], -1 for padding; q [P, K], whose padding is not written;
+    scale_inv [P, B], strides (1, P), 0 for padding; the group of each [P], -1 for padding."""
     block_p, block_w = TILE
     words, blocks = q.view(torch.int64), scale_inv.shape[1]
     with on_device(q):
