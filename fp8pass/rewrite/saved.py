@@ -120,12 +120,7 @@ class SavedRecord:
 
 
 def plan_saved(
-    forward: fx.Graph,
-    backward: fx.Graph,
-    num_outputs: int,
-    rules: Rules,
-    context: GraphContext,
-    may_multiply: bool = False,
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, context: GraphContext, may_multiply: bool = False
 ) -> tuple[SavedValue, ...]:
     """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only. num_outputs: how many
     of the forward's results are the user's, the first ones. may_multiply: GEMMs in high precision may read what is computed

@@ -21,16 +21,7 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import MOVES
 from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, is_matmul, operands_of
 from fp8pass.graph.origin import family
-from fp8pass.graph.values import (
-    PERMUTES,
-    argument,
-    depends_on,
-    made_only_of,
-    permutation,
-    same_shape,
-    same_size,
-    value_of,
-)
+from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_shape, same_size, value_of
 
 aten = torch.ops.aten
 
