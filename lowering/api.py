@@ -38,7 +38,7 @@ def quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype, *, square: bool = False)
     x: float32, bfloat16 or float16, at least one dimension; all but the last are flattened to rows. Returns q, contiguous,
     `dtype`, shape of x; and the codes, uint8, [rows, ceil(last/32)], with `square` [ceil(rows/32), ceil(last/32)]. A code
     is that of amax / FP8_MAX, rounded up to a power of two; edge blocks are smaller. A block with a NaN has code 255 and is
-    all NaN; one with inf has code 254 and holds FP8_MAX for inf, which 2**127 makes infinite again; a block whose amax is
+    all NaN. One with inf has code 254 and holds FP8_MAX for inf, which 2**127 makes infinite again. A block whose amax is
     at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type of x. Source: OCP
     Microscaling Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
@@ -80,7 +80,7 @@ def cast_blockwise(
     """One GEMM-ready FP8 copy of the matrix `x` [R, C] and its scales.
 
     Returns q, rowwise [R, C16] or columnwise (the transpose) [C, R16], padded with zeros along the inner dimension,
-    with `pad_outer` along both; and scale_inv, contiguous float32, for q [outer, inner]: 1x128
+    with `pad_outer` along both. Returns also scale_inv, contiguous float32, for q [outer, inner]: 1x128
     [ceil(inner/128), pad4(outer)], 128x128 [ceil(outer/128), pad4(ceil(inner/128))], padding entries 0.
     """
     check_flat(x)
@@ -162,7 +162,7 @@ def scaled_mm(
 
     Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded
     once. bias [N] or None. The scales are scalars, or those of `quantize_rowwise` or `quantize_blockwise` in the
-    orientation of their operands: for a [M, 1], [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [1, N],
+    orientation of their operands. For a they are [M, 1], [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)]. For b they are [1, N],
     [ceil(K/128), N] or [ceil(K/128), ceil(N/128)] (b = q.t() takes the scales of q transposed, as a view). Blockwise
     GEMMs have no fast accumulation; one operand at least has 1x128 blocks. Raises ValueError for scales of other shapes,
     and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).

@@ -141,6 +141,8 @@ _LABEL = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(?:#(?P<index>\d+))?(?:@(?P<fo
 
 #: A number in a path: that of a layer, or of an instance of a function's variable (`layer#1`).
 NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
+#: In the path of a LoRA adapter of peft's: `q_proj.lora_A.default`.
+ADAPTER = ".lora_"
 
 
 def family(module: str) -> str:

@@ -2,8 +2,8 @@
 
 This stage comes after the partitioner, which alone knows what is saved: checkpointing, memory budgets and other partitioners
 have had their say, and the plan, a decision per saved value, is about exactly these values. `apply_saved` casts a value where
-the forward has made it, or takes the copy that a GEMM reads (`saved_copies.py`), saves this E4M3 copy and its scales instead,
-and lets everything in the backward read what the copy is worth: also the code that computes operands of GEMMs again. So each
+the forward has made it, or takes the copy that a GEMM reads (`saved_copies.py`), saves this E4M3 copy and its scales instead.
+Everything in the backward then reads what the copy is worth, also the code that computes operands of GEMMs again. So each
 value has one meaning in the backward.
 
 NOTE [who may read a rounded value] Rounding errors of 2**-4 that enter a sum or a product are like those of an FP8 operand. An

@@ -109,8 +109,10 @@ class SharedCopies:
 
 
 def operands(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, int | None]]:
-    """The operands of all FP8 GEMMs that the forward makes, those that the backward reads first: (GEMM, data, scales, position
-    of the scale in a vector), data and scales as nodes of the forward, of the backward's GEMMs as its results."""
+    """The operands of all FP8 GEMMs that the forward makes, those that the backward reads first.
+
+    Each is (GEMM, data, scales, position of the scale in a vector), data and scales as nodes of the forward, of the backward's
+    GEMMs as its results."""
     results = {node.name: node for node in forward.output_node().all_input_nodes}
     for graph in (backward, forward):
         for gemm in filter(is_scaled_gemm, graph.nodes):
@@ -163,8 +165,8 @@ def cast_of(data: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
 
 
 def lines_of(node: fx.Node, order: Sequence[int]) -> tuple[fx.Node, tuple[int, ...]]:
-    """The value that has the elements of a node, its dimensions read in an order, and the order in which its own are read:
-    equal for two nodes only if both have the same elements one behind the other, but for rounding."""
+    """The value that has the elements of a node, its dimensions read in an order, and the order in which its own are read.
+    Equal for two nodes only if both have the same elements one behind the other, but for rounding."""
     order = tuple(order)
     while True:
         is_plain, permuted = order == tuple(range(len(order))), permutation(node)

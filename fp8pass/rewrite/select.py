@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassG
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import MOVES
 from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, is_matmul, operands_of
-from fp8pass.graph.origin import family
+from fp8pass.graph.origin import ADAPTER, family
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_shape, same_size, value_of
 
 aten = torch.ops.aten
@@ -71,6 +71,8 @@ class _UseFinder:
         """Why a forward GEMM stays, or None."""
         # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
         pattern = pattern if (pattern := family(site.module)).strip("*.") else site.module
+        if ADAPTER in pattern:
+            pattern = f"*{ADAPTER}*"
         override = f"to override: rules={{{pattern!r}: recipe}} or select='all'"
         if any(o.kind == "weight" for o in site.operands):
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)

@@ -145,7 +145,7 @@ class Backend:
             check_device(device)
         code, has_break = _traced_code(), _has_break(gm)
         reason = getattr(gm, "compile_subgraph_reason", None)
-        note_graph(code, reason.reason if reason is not None and reason.graph_break else None)
+        note_graph(code, reason if reason is not None and reason.graph_break else None)
         if has_break:
             self._find_session().weights.note_break()
         name = f"graph_{next(self._counter)}"

@@ -3,7 +3,7 @@
 NOTE [a warm start] A hit skips tracing, rewriting and partitioning, so the record of the rewrite, which binding and inspection
 read, travels inside torch's entry: as an attribute of its metadata, which AOTAutograd pickles whole. Unpickled, it tells the
 compilation under way that it is there. The record has the key that it was made for (`cache_key.py`), which is also an attribute
-of the graph and so a part of torch's own key: an entry whose record is missing, damaged or made for another key is not used,
+of the graph and so a part of torch's own key. An entry whose record is missing, damaged or made for another key is not used,
 and the graph gets another one under a second key. Graphs are not in the record; they are traced again when someone asks for
 them.
 """

@@ -1,6 +1,6 @@
 """The steps of training: when one ends, which forwards are no training, and the steps that the user forgot to end.
 
-NOTE [dry passes] torch's `PipelineStage` infers the shapes of what stages send each other, unless they are given: it runs the
+NOTE [dry passes] torch's `PipelineStage` infers the shapes of what stages send each other, unless they are given. It runs the
 stage on memory without content and, in torch 2.13, differentiates it, at the first step of a schedule and whenever the schedule
 changes between training and evaluation. A schedule's `eval` runs stages with gradients, though no backward follows. Nothing of
 such a pass is recorded, measured or counted as a step. Its forward is recognized by the methods on the stack that called it;

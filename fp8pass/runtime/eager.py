@@ -27,6 +27,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from traceback import FrameSummary
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import counters
 
 from fp8pass.errors import Reason, ReasonKind
@@ -71,7 +73,7 @@ _LINEARS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAtte
 #: Calls in the forward of another module that has Parameters: it multiplies by them.
 _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "_grouped_mm", "grouped_mm"))
 
-_breaks: dict[_Key, str] = {}  # Frame -> why Dynamo ended a graph in it, or left it eager.
+_breaks: dict[_Key, tuple[str, str]] = {}  # Frame -> where Dynamo ended a graph in it, or left it eager, and why.
 _left_eager: set[_Key] = set()
 _in_thread = threading.local()
 _numbers = itertools.count()
@@ -339,6 +341,10 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
     is_gemm = not isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, is_gemm, source)
     call.fired.setdefault(path, (run, is_eager))
+    if isinstance(module, nn.MultiheadAttention):  # its forward multiplies by out_proj's weight without a call of out_proj
+        n, k = module.out_proj.weight.shape
+        inner = joined("" if path == ROOT else path, "out_proj")
+        call.fired.setdefault(inner, (dataclasses.replace(run, n=n, k=k), is_eager))
 
 
 def _calls() -> Iterator[Call]:
@@ -410,15 +416,16 @@ def _listen() -> None:
         _left_eager.clear()
 
 
-def note_graph(code: CodeType | None, reason: str | None) -> None:
+def note_graph(code: CodeType | None, reason: GraphCompileReason | None) -> None:
     """Note that the backend got a graph of a frame. reason: why Dynamo ended it before its frame ends."""
     _in_thread.num_graphs = getattr(_in_thread, "num_graphs", 0) + 1
     if code is not None and reason is not None:
-        text = _first_lines(reason)
-        if _CANNOT_RESUME in reason and (met := _met_since(getattr(_in_thread, "before", (0, _counted()))[1])):
+        text = _first_lines(reason.reason)
+        if _CANNOT_RESUME in reason.reason and (met := _met_since(getattr(_in_thread, "before", (0, _counted()))[1])):
             text = _first_lines(met[-1])
-            text = text if ALLOW_RNN in text else f"{text}; Dynamo cannot resume behind it, as in a `try`, `with` or loop"
-        _breaks[_key(code)] = text
+            stops = "Dynamo compiled up to this line and cannot resume behind the break, as in a `try`, `with` or loop"
+            text = text if ALLOW_RNN in text else f"{text}; {stops}"
+        _breaks[_key(code)] = _place(code, reason.user_stack), text
 
 
 def _begin_attempt(_: Any) -> None:
@@ -435,7 +442,7 @@ def _end_attempt(_: Any) -> None:
         return
     if new := _met_since(counted):
         _left_eager.add(_key(code))
-        _breaks[_key(code)] = _first_lines(new[0])
+        _breaks[_key(code)] = _place(code, getattr(sys.exc_info()[1], "real_stack", None) or ()), _first_lines(new[0])
 
 
 def _met_since(before: Mapping[str, int]) -> list[str]:
@@ -474,11 +481,29 @@ def _key(code: CodeType) -> _Key:
 
 
 def named(code: CodeType) -> str:
-    """A function with its place; for one that Dynamo made of the rest of a function, that function."""
-    name = code.co_name
-    if name.startswith(_RESUMES):
-        name = name.removeprefix(_RESUMES).partition("_at_")[0]
-    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    """A function with its first line."""
+    return _at(code.co_name, code.co_filename, code.co_firstlineno)
+
+
+def _at(function: str, file: str, line: int | None) -> str:
+    return f"{_plain(function)} ({os.path.basename(file)}:{line})"
+
+
+def _plain(function: str) -> str:
+    """The name of a function; of one that Dynamo made of the rest of a function, the latter's."""
+    return function.removeprefix(_RESUMES).partition("_at_")[0] if function.startswith(_RESUMES) else function
+
+
+def _place(code: CodeType, stack: Iterable[FrameSummary]) -> str:
+    """A function with the line that broke its graph and, if that line is in a function it calls, the latter.
+
+    stack: the user's code where Dynamo stopped, the innermost function last."""
+    users = [at for at in stack if not at.filename.startswith((_TORCH, _OWN))]
+    own = [at for at in users if (at.filename, _plain(at.name)) == (code.co_filename, _plain(code.co_name))]
+    place = named(code) if not own else _at(code.co_name, code.co_filename, own[-1].lineno)
+    if users and users[-1] not in own:
+        place += f", in {_at(users[-1].name, users[-1].filename, users[-1].lineno)}"
+    return place
 
 
 # -- the recompile limit
@@ -513,7 +538,7 @@ def limit_reason(code: CodeType) -> str:
 def left_eager(code: CodeType) -> str | None:
     """Dynamo's reason why it left a frame eager; None if it did not."""
     key = _key(code)
-    return f"graph break: Dynamo left {named(code)} eager: {_breaks[key]}" if key in _left_eager else None
+    return "graph break: Dynamo left {} eager: {}".format(*_breaks[key]) if key in _left_eager else None
 
 
 def why_eager() -> tuple[str, bool, str]:
@@ -534,7 +559,7 @@ def why_eager() -> tuple[str, bool, str]:
             if is_at_limit(code):
                 return limit_reason(code), False, _line(innermost)
             if _key(code) in _breaks:
-                return f"graph break: in {named(code)}: {_breaks[_key(code)]}", False, _line(innermost)
+                return "graph break: in {}: {}".format(*_breaks[_key(code)]), False, _line(innermost)
         frame = frame.f_back
     place = "code that Dynamo does not trace" if innermost is None else named(innermost.f_code)
     return f"graph break: Dynamo left {place} eager (TORCH_LOGS=graph_breaks shows details)", False, _line(innermost)

@@ -74,6 +74,6 @@ def refuse_batches(args: Iterable[Any]) -> None:
     if any(type(a) is torch.Tensor and is_batch(a) for a in args):
         raise UnsupportedError(
             "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
-            " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call the compiled model and"
+            " and torch.autograd.functional.jacobian(vectorize=True) ask for it. Call the compiled model and"
             " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
         )

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tell
+from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, ReasonKind, nearest, preview, tell
 from fp8pass.graph.values import by_key
 from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
@@ -38,11 +38,11 @@ _INDEX = re.compile(r"(?<=[\w\]])\[(\d+)\]")
 #: Numbers of equal layers as tables fold them: `0-31`, `{0,2}`.
 _FOLDED = re.compile(r"(?<=\.)(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)|^(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)")
 _USUAL_CAUSES = (
-    "Usual causes: its recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
-    " torch._dynamo.config.recompile_limit); several models in one process, which share that limit where they share code"
-    " (call torch._dynamo.reset() before the next one is made; existing models are compiled again); and code that it does not"
-    " trace, such as a function under torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the modules around it"
-    " one by one)"
+    "Usual causes: (1) Its recompile limit. TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
+    " torch._dynamo.config.recompile_limit. (2) Several models in one process, which share that limit where they share code."
+    " Call torch._dynamo.reset() before the next one is made; existing models are compiled again. (3) Code that it does not"
+    " trace, such as a function under torch._dynamo.disable. TORCH_LOGS=graph_breaks names it; compile the modules around it"
+    " one by one"
 )
 
 
@@ -104,9 +104,9 @@ def _check(session: Session) -> None:
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
     if session.seen.went_backward:
         decided: list[Decided] = [*gemms, *saved_of_session(session)]
-        remarks = [remark_on(rule, session.rules.rules, decided) for rule in unmatched(session.rules.rules, decided)]
+        remarks = [remark_on(rule, session.rules.rules, decided) for rule in _to_tell(session.rules.rules, decided)]
         for step, later in session.options.later_rules:
-            found = [remark_on(rule, later.rules, decided) for rule in unmatched(later.rules, decided)]
+            found = [remark_on(rule, later.rules, decided) for rule in _to_tell(later.rules, decided)]
             remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
@@ -131,7 +131,7 @@ def _no_fp8(gemms: Sequence[GemmRecord]) -> str:
             "no GEMM runs in FP8: the compiled model has no matrix multiplication. If the model has some, they were not called"
             " or ran eagerly, because of a graph break for example; print(fp8pass.inspect(model)) names its linears"
         )
-    kinds = Counter((g.reason or "").partition(":")[0] for g in gemms)
+    kinds = Counter(map(_kind, gemms))
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
     return (
         f"no GEMM runs in FP8: all {len(gemms)} run in high precision, with the reasons {counts}."
@@ -232,7 +232,7 @@ def _cause(root: nn.Module | None) -> str | None:
             f" call; otherwise compile the modules around it one by one"
         )
     if isinstance(code, CodeType) and (reason := left_eager(code)) is not None:
-        return f"{reason} (TORCH_LOGS=graph_breaks shows the line; compile the modules around it one by one)"
+        return f"{reason} (TORCH_LOGS=graph_breaks shows details; compile the modules around it one by one)"
     return None
 
 
@@ -244,6 +244,8 @@ def _recurrent(root: nn.Module | None) -> str:
 
 
 Decided = GemmRecord | SavedRecord
+#: The reasons why a GEMM is in high precision whatever its rule, and its recipe.
+_FIXED = tuple(kind.value for kind in (ReasonKind.EAGER, ReasonKind.DTYPE, ReasonKind.UNSUPPORTED_OP, ReasonKind.SHAPE))
 
 
 def deciding(rules: Iterable[Rule], gemm: Decided) -> Rule | None:
@@ -252,15 +254,37 @@ def deciding(rules: Iterable[Rule], gemm: Decided) -> Rule | None:
 
 
 def unmatched(rules: Sequence[Rule], gemms: Iterable[Decided]) -> list[Rule]:
-    """The rules that decide about none of these GEMMs and saved values, in order."""
-    matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None}
+    """The rules without effect on any of these GEMMs and saved values, in order."""
+    matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None and _has_effect(rule, g)}
     return [rule for rule in rules if rule.pattern not in matched]
 
 
+def _has_effect(rule: Rule, gemm: Decided) -> bool:
+    """False if the rule that decides about a GEMM changes nothing: the GEMM cannot run in FP8, or runs eagerly anyway."""
+    return rule.role == SAVED or _kind(gemm) not in (_FIXED[:1] if rule.recipe is None else _FIXED)
+
+
+def _kind(gemm: Decided) -> str:
+    return (gemm.reason or "").partition(":")[0]
+
+
+def _to_tell(rules: Sequence[Rule], gemms: Sequence[Decided]) -> list[Rule]:
+    """The rules without effect that a warning is due for: not for high precision of what is in high precision anyway, nor where
+    the warning is that nothing runs in FP8."""
+    matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None}
+    is_told = not any(g.quantized for g in gemms)
+    return [r for r in unmatched(rules, gemms) if r.pattern not in matched or not (r.recipe is None or is_told)]
+
+
 def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided]) -> str:
-    """Say why a rule has decided nothing, and what to write instead."""
+    """Say why a rule has no effect, and what to write instead."""
     same = [g for g in gemms if rule.matches(g.module, g.role)]
     what = "saved values" if rule.role == SAVED else "GEMMs"
+    held = dict.fromkeys(g.module for g in same if deciding(rules, g) == rule)
+    if held:
+        kinds = ", ".join(dict.fromkeys(_kind(g) for g in same if g.module in held))
+        run = "runs" if len(held) == 1 else "run"
+        return f"The rule {rule.pattern!r} has no effect: {preview(held)} {run} in high precision under any rule ({kinds})."
     if same:
         earlier = dict.fromkeys(found.pattern for g in same if (found := deciding(rules, g)) is not None)
         return f"The rule {rule.pattern!r} decides nothing: its {what} match {preview(map(repr, earlier))} first."

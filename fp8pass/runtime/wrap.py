@@ -4,7 +4,7 @@ NOTE [a frame for torch's modules] The call of a compiled module within a compil
 modules, such as that of nn.Sequential, Dynamo cannot resume: it leaves the loop eager and compiles what the loop calls, one
 function after the other. It skips the functions of torch, so an nn.Linear in that loop would run in high precision. For as long
 as a call of the outer module lasts, those modules of torch are called through a frame of ours, which Dynamo compiles if it left
-the loop eager; if it did not, it traces their `forward` and never sees that frame.
+the loop eager. If it did not, it traces their `forward` and never sees that frame.
 
 NOTE [quiet calls] Before and after most calls without gradients there is nothing to do: no step is pending, no warning is due,
 every module that multiplies was seen to run compiled, and nothing was released or compiled since. That is not remembered but

@@ -1,7 +1,7 @@
 """The reduction of amaxes over ranks at the step boundary: one all-reduce MAX for all tensors of a compiled model.
 
 NOTE [the boundary collective] Ranks need not know the same tensors: experts without tokens, rank-dependent branches. So
-the message has a fixed size and begins with a digest of what its sender knows; as all ranks see the largest and (negated)
+the message has a fixed size and begins with a digest of what its sender knows. As all ranks see the largest and (negated)
 the smallest digest, all of them or none find that they disagree, inside the same collective, and none is left waiting in
 it. Ranks that disagree tell each other their names. A tensor of a module that a rank has, but has not run so far, is added
 there in its initial state, and its amax counts as zero. What a rank cannot have is an error on every rank. Nothing is

@@ -7,7 +7,7 @@ agree.
 
 NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
 so it is another graph, the variant `FIRST_STEP`. It gets scales in which 0 stands for an empty history. Whether a history is
-empty is known on the host; once none is, calls run the usual graph and ask no more. Steps that pass do not matter: a tensor of
+empty is known on the host; once none is, calls run the usual graph and ask no more. Steps that pass do not matter. A tensor of
 a part that never trains, or that is 0 in every step, has no history, and a scale of 1 would be no better in its tenth call than
 in its first.
 """

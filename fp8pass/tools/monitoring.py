@@ -101,10 +101,10 @@ class TensorNumbers:
     amax: float
     """Largest magnitude of the finite elements."""
     headroom: tuple[float, ...]
-    """Factors of two between the amax of a block and what its scale maps to the largest FP8 value: the smallest one, the 10 %,
-    50 % and 90 % quantiles and the largest one of all blocks; the whole tensor is a block where it has one scale. Below 0 a
-    block's largest element saturates; inf where there are only zeros. Over several batches or ranks, the inner quantiles are
-    means."""
+    """Factors of two between the amax of a block and what its scale maps to the largest FP8 value. They are the smallest one,
+    the 10 %, 50 % and 90 % quantiles and the largest one of all blocks; the whole tensor is a block where it has one scale.
+    Below 0 a block's largest element saturates; inf where there are only zeros. Over several batches or ranks, the inner
+    quantiles are means."""
     block_sqnr: tuple[float, ...]
     """`sqnr` of the same quantiles of the blocks."""
     staleness: int | None
@@ -182,7 +182,7 @@ class Measurement:
     @property
     def worst(self) -> TensorNumbers:
         """The tensor at the top of the table: one that is not finite, else the one that loses the largest share of its elements
-        if that is more than 1 %, else the one with the lowest SQNR, where E5M2 has 6 dB less than E4M3 to begin with."""
+        if that is more than 1 %, else the one with the lowest SQNR. E5M2 has 6 dB less than E4M3 to begin with."""
         return min(self.tensors, key=_badness)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ contiguous, aligned rows share a launch: a table in device memory tells where ea
 matrix by counting the matrices that begin at or before its tile. Any other matrix has its own.
 
 GEMM: FP8 tensor cores, each 128 of K multiplied by its factors and added in float32. The tensor cores of SM90 keep about 14
-bits of the sum of an FP8 product; a float32 accumulator outside them, touched every 128 of K, bounds that error (DeepSeek-V3,
+bits of the sum of an FP8 product. A float32 accumulator outside them, touched every 128 of K, bounds that error (DeepSeek-V3,
 arXiv 2412.19437, section 3.3.2) and is where the factors of the blocks belong anyway.
 
 NOTE [factors of columns] A thread has elements of 32 columns of a product. Loaded as they are multiplied, the factors of the

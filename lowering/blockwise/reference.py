@@ -12,7 +12,7 @@ GEMM-ready   contiguous memory as cuBLASLt reads it, the last dimension padded t
              1D [ceil(inner/128), pad4(outer)] (transposed), 2D [ceil(outer/128), pad4(ceil(inner/128))].
 batches      what grouped GEMMs read: compact, [E, outer, ...]. 1D by blocks, strides (.., 1, outer), so that the lines of a
              tile, which a GEMM reads at once, are together; the view covers its storage.
-Of GEMM-ready scales the padded memory is returned, never a strided view of it: a view that does not cover its storage loses its
+Of GEMM-ready scales the padded memory is returned, never a strided view of it. A view that does not cover its storage loses its
 strides in `clone` and at graph boundaries, and a leading dimension without its padding gives silent wrong numbers
 (pytorch/pytorch#166752). Only the GEMM makes views.
 
@@ -174,8 +174,8 @@ def scaled_mm_blockwise(
     a is row-major, b column-major (the transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N,
     K]; the granularities are 1x128 or 128x128, not both 128x128. Each 128 of K accumulates in the tensor cores, is
     multiplied by its factors and added in float32; the bias, of any float dtype, is added in float32; the sum is rounded
-    once. `implementation`: "auto" (the reference on the CPU; on CUDA DeepGEMM, else cuBLASLt, where it has this GEMM and
-    a trial showed that it is right, else Triton) or one of `gemm.IMPLEMENTATIONS`, where "reference" emulates on any device and
+    once. `implementation`: "auto" or one of `gemm.IMPLEMENTATIONS`. "auto" is the reference on the CPU; on CUDA DeepGEMM, else
+    cuBLASLt, where it has this GEMM and a trial showed that it is right, else Triton. "reference" emulates on any device;
     "mxfp8", for scales that are powers of two, multiplies as SM100 does. Raises ValueError for operands that do not fit and
     for an implementation that cannot, NotImplementedError on a GPU whose tensor cores cannot.
     """

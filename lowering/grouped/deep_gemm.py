@@ -7,11 +7,11 @@ E4M3 by E4M3, with scales per block:
     batches             the same function; matrices of whole tiles are where they have to be
     batches' gradients  1x128 by 1x128, `k_grouped_fp8_gemm_nt_contiguous`, which adds to float32
 
-The gradients of experts' weights, when rows are in groups, stay with Triton: `k_grouped_fp8_gemm_nt_contiguous` takes the
+The gradients of experts' weights, when rows are in groups, are left to Triton. `k_grouped_fp8_gemm_nt_contiguous` takes the
 sizes of the groups as numbers of Python, for which the host would wait for the device, and of each group a matrix of its own,
 where our columnwise copies hold all groups in one.
 
-NOTE [what copies cost] Copies of rows read and write K bytes of each row before the GEMM and 2 N behind it; a float32 sum that
+NOTE [what copies cost] Copies of rows read and write K bytes of each row before the GEMM and 2 N behind it. A float32 sum that
 is cleared, added to and rounded moves 16 bytes per element more than the product in bfloat16. Where that takes longer, by
 estimate, than DeepGEMM saves, Triton's kernel runs. The rates are estimates: `python -m benchmarks.gemm_steps` for Triton,
 fp8pass/cost.py for DeepGEMM and for copies on an H200.

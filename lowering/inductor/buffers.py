@@ -160,7 +160,7 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
 
 
 class _Call(ir.FallbackKernel):
-    """A call whose results are known from tracing where its arguments have the strides that they had there: Inductor makes a
+    """A call whose results are known from tracing where its arguments have the strides that they had there. Inductor makes a
     fake tensor of each argument and runs the operation on them, which takes longer than all else of a call."""
 
     @classmethod

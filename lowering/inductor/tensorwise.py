@@ -315,7 +315,7 @@ def lower_scales_from_amax(
     power_of_2: bool = False,
     inverse: str | None = None,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Two scalars that join the reduction of the amax; where an extern kernel made it, the operation that makes scales of
+    """Two scalars that join the reduction of the amax. Where an extern kernel made it, the operation that makes scales of
     tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused. Scales as
     engines make them are left to the operation."""
     amax.realize()

@@ -5,7 +5,7 @@ The first raises the amaxes of a tile's lines, a zeroed vector, by atomic intege
 for 8192 elements. The second computes the scales of its lines from them; the tiles of the first column (row) of tiles store
 those of the rows (columns).
 
-One matrix or one batch takes one launch per pass; more matrices one for each dtype and alignment: a table in device memory
+One matrix or one batch takes one launch per pass; more matrices one for each dtype and alignment. A table in device memory
 tells where each is, and a program finds its own by counting the matrices that begin at or before its tile.
 """
 

@@ -1,6 +1,6 @@
 """The ptxas that assembles our kernels: 13.0 or newer, where there is one (docs/gpu-status.md).
 
-NOTE [assembled again] Triton's knobs belong to the process: set for our kernels, they would hold for what other threads compile
+NOTE [assembled again] Triton's knobs belong to the process. Set for our kernels, they would hold for what other threads compile
 in the meantime, and Triton asks for its assembler's version only once, so that its cache would mix the two. So Triton compiles
 our kernels as it would, and the PTX that it keeps is assembled once more, by the newer ptxas. The cubin has a place of its
 own in Triton's cache, whose key is the PTX, the assembler and its options. Nothing else in the process changes.

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect as python
 import pickle
 import warnings
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8pass import diff, fp8_compile, fp8_uncompile, inspect
-from fp8pass.errors import Fp8FallbackWarning, StrictError
+from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, StrictError
 from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 from tests.support.models import mlp
@@ -284,12 +285,75 @@ def test_a_recurrent_module_is_named_with_the_setting_that_compiles_it():
         assert all(g.quantized for g in inspect(compiled).gemms if g.role == "output")
 
 
-def test_a_rule_for_a_module_that_runs_eagerly_matches_something():
-    compiled = make(InLoop(), rules={"head": None})
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_a_rule_for_a_module_that_runs_eagerly_has_no_effect(recipe):
+    """That is a warning of its own where the rule asks for FP8."""
+    compiled = make(InLoop(), rules={"block.up": "rowwise", "head": recipe})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        for _ in range(2):
+            compiled(x()).sum().backward()
+    remark = "The rule 'head' has no effect: head runs in high precision under any rule (ran eagerly)."
+    assert [w.category for w in said] == [Fp8FallbackWarning] + [Fp8Warning] * (recipe is not None)
+    assert recipe is None or remark in str(said[1].message)
+    found = inspect(compiled)
+    assert found.unmatched_rules == ["head"]
+    assert found.to_dict()["rule_remarks"] == {"head": remark}
+    assert remark in str(found)
+
+
+def test_strict_makes_an_error_of_a_rule_for_a_module_that_is_meant_to_run_eagerly():
+    make(Disabled(), strict=True, rules={"head": None})(x()).sum().backward()
+    compiled = make(Disabled(), strict=True, rules={"head": "rowwise"})
+    with pytest.raises(StrictError, match="The rule 'head' has no effect"):
         compiled(x()).sum().backward()
-    assert [w.category for w in said] == [Fp8FallbackWarning]
+
+
+class Calling(Model):
+    def check(self):
+        torch._dynamo.graph_break()
+
+    def forward(self, x):
+        for _ in range(1):
+            self.check()
+        return self.head(self.block(x))
+
+
+@pytest.mark.parametrize(("model", "line"), [(InLoop, 4), (InTry, 3), (DisabledBeforeLoop, 12)])
+def test_the_reason_names_the_line_of_the_break(model, line):
+    first = python.getsourcelines(model)[1]
+    compiled = make(model())
+    said_in(compiled, 1)
+    assert f" forward (test_eager_parts.py:{first + line})" in list(inspect(compiled).ran_eagerly.values())[-1]
+
+
+def test_the_reason_names_the_line_of_a_break_in_a_function_and_that_of_its_call():
+    compiled = make(Calling())
+    first = python.getsourcelines(Calling)[1]
+    with pytest.warns(Fp8FallbackWarning) as said:
+        compiled(x())
+    named = f"forward (test_eager_parts.py:{first + 6}), in check (test_eager_parts.py:{first + 2})"
+    assert named in str(said[0].message)
+
+
+def test_the_output_projection_of_attention_that_runs_eagerly_has_a_row():
+    class Attending(InLoop):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.MultiheadAttention(64, 2)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = self.block(x)
+                torch._dynamo.graph_break()
+            return self.head(x, x, x)[0]
+
+    compiled = make(Attending())
+    said_in(compiled, 1)
+    found = inspect(compiled)
+    assert list(found.ran_eagerly) == ["head", "head.out_proj"]
+    assert [(g.m, g.n, g.k) for g in found.gemms if g.module == "head.out_proj"] == [(16, 64, 64)]
+    assert "No GEMM belongs to" not in str(found)
 
 
 # -- what did not

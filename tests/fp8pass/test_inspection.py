@@ -311,6 +311,32 @@ def test_roles_that_stay_alike_share_a_row_and_show_no_recipe():
     assert len(rows) == 5
 
 
+class Adapted(nn.Module):
+    """Named as by peft."""
+
+    def __init__(self, n, k):
+        super().__init__()
+        self.base = nn.Linear(k, n).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(k, 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, n, bias=False)})
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_share_a_row_whatever_they_adapt():
+    compiled = fp8_compile(nn.Sequential(Adapted(64, 32), nn.GELU(), Adapted(48, 64)), "current", backend="aot_eager")
+    compiled(torch.randn(16, 32)).sum().backward()
+    rows = {row[0]: row for row in rows_of(inspect(compiled).gemms) if row[-1]}
+    assert list(rows) == ["*.lora_A.default (x2)", "*.lora_B.default (x2)"]
+    assert {row[1] for row in rows.values()} == {"all"}
+    assert [row[2] for row in rows.values()] == ["16 x 8 x 32-64", "16 x 48-64 x 8"]
+    assert all("rules={'*.lora_*': recipe}" in row[-1] for row in rows.values())
+    compiled = fp8_compile(nn.Sequential(Adapted(64, 32)), "current", rules={"*.lora_*": "current"}, backend="aot_eager")
+    compiled(torch.randn(16, 32)).sum().backward()
+    assert {row[0] for row in rows_of(inspect(compiled).gemms)} == {"0.base", "0.lora_A.default", "0.lora_B.default"}
+
+
 def test_repr_is_the_table():
     report = inspect(deep())
     assert repr(report) == str(report).rstrip("\n")

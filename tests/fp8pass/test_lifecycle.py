@@ -15,7 +15,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
-from fp8pass.errors import NotCompiledError, OptionError, UnsupportedCopyError, UnsupportedDeviceError
+from fp8pass.errors import Fp8Warning, NotCompiledError, OptionError, UnsupportedCopyError, UnsupportedDeviceError
 from tests.support.models import ResidualMlp, mlp
 from tests.tolerances import LINEAR_CALLS
 
@@ -320,6 +320,22 @@ def test_a_rule_that_decides_nothing_is_reported_with_the_cause(rules, message):
     step(compiled, torch.randn(16, 64))
     assert message in str(inspect(compiled))
     assert inspect(compiled).unmatched_rules == [list(rules)[-1]]
+
+
+def test_a_rule_for_a_layer_that_cannot_run_in_fp8_has_no_effect():
+    class Exact(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.exact = nn.Linear(64, 64), nn.Linear(64, 64).double()
+
+        def forward(self, x):
+            return self.exact(self.up(x).double())
+
+    compiled = fp8_compile(Exact(), RECIPE, rules={"exact": "current"}, backend="aot_eager")
+    message = r"The rule 'exact' has no effect: exact runs in high precision under any rule \(dtype\)\."
+    with pytest.warns(Fp8Warning, match=message):
+        step(compiled, torch.randn(16, 64))
+    assert inspect(compiled).unmatched_rules == ["exact"]
 
 
 @pytest.mark.parametrize("role", ["", ":grad_weight"])

@@ -1,10 +1,10 @@
 """Equal layers in Dynamo's graph: one of each kind is kept, and how many others it stands for is counted.
 
 A layer is what `container.index` in the modules' paths encloses. Two layers are equal if their nodes are: the same operations
-in the same order, on tensors of the same shapes and dtypes, with the same constants, and with operands from the same places:
-the same node of the layer, the same Parameter of the layer, the same result of the layer before, or one and the same node
-outside of all layers. What surrounds a layer counts as well, so that casts are shared and fused as they are in the whole
-model: a layer stands only for others whose neighbours are equal too, which is why the first and the last are kept. Where a
+in the same order, on tensors of the same shapes and dtypes, with the same constants, and with operands from the same places.
+Those are the same node of the layer, the same Parameter of it, the same result of the layer before, or one node outside of all
+layers. What surrounds a layer counts as well, so that casts are shared and fused as they are in the whole model. A layer stands
+only for others whose neighbours are equal too, which is why the first and the last are kept. Where a
 result of a layer is read by anything but the next layer, all layers stay.
 """
 
@@ -196,7 +196,7 @@ def _cut(graph: fx.Graph, layers: Sequence[_Layer]) -> dict[int, tuple[int, ...]
 
 
 def kept_positions(states: Sequence[Any]) -> list[int]:
-    """The layers of a row to keep, where a state is a layer with what surrounds it: every state stays once at least, and
+    """The layers of a row to keep, where a state is a layer with what surrounds it. Every state is kept once at least, and
     each layer that is kept follows on one whose state is that of the layer that it followed on."""
     kept = list(range(len(states)))
     while (cut := _longest_cut([states[i] for i in kept])) is not None:

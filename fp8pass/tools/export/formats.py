@@ -1,9 +1,12 @@
 """The formats of FP8 checkpoints and what they can hold: kinds of scales, names and shapes of tensors, `quantization_config`.
 
 "compressed-tensors" is that of the library of this name and of llm-compressor; "fp8" is DeepSeek-V3's, which transformers
-calls fine-grained FP8. Sources: compressed-tensors 0.20 (quant_scheme.py, utils/match.py, its compressors), transformers 5.24
-(integrations/finegrained_fp8.py, integrations/compressed_tensors.py and their quantizers), vLLM 0.33
-(layers/quantization/fp8.py, utils/quant_utils.py, compressed_tensors/), SGLang 0.5.23 (the same files under srt/layers).
+calls fine-grained FP8. Sources:
+
+- compressed-tensors 0.20: quant_scheme.py, utils/match.py, its compressors
+- transformers 5.24: integrations/finegrained_fp8.py, integrations/compressed_tensors.py and their quantizers
+- vLLM 0.33: layers/quantization/fp8.py, utils/quant_utils.py, compressed_tensors/
+- SGLang 0.5.23: these files under srt/layers
 """
 
 from __future__ import annotations

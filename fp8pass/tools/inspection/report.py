@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
-from fp8pass.graph.origin import family
+from fp8pass.graph.origin import ADAPTER, family
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
@@ -172,9 +172,10 @@ class Inspection:
     graphs: list[GraphRecord]
     """Every compiled graph, in the order of compilation."""
     unmatched_rules: list[str]
-    """Patterns of rules that have decided no GEMM so far: they match none, or an earlier rule matches the same ones."""
+    """Patterns of rules without effect so far: they match no GEMM, an earlier rule matches the same ones, or theirs run in high
+    precision under any rule, such as those of a module that ran eagerly."""
     outside: list[str] = dataclasses.field(default_factory=list)
-    """Linears of the model that no compiled graph has a GEMM of: they have not run so far, or run in high precision, as
+    """Linears of the model that no compiled graph has a GEMM of. They have not run so far, or run in high precision, as
     part of another operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
     ran_eagerly: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Path of each module that ran eagerly in a call, so in high precision -> why; "self" for a call that ran no compiled graph
@@ -190,7 +191,7 @@ class Inspection:
     is_in_place: bool = False
     """The model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
     rule_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """A remark for each of `unmatched_rules`: why it has decided nothing, and what to write instead."""
+    """A remark for each of `unmatched_rules`: why it has no effect, and what to write instead."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """The other options that decide, as text: "recipe", "select", "min_speedup" and "device", which the estimates are for."""
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
@@ -233,6 +234,7 @@ class Inspection:
             "distrusted": self.distrusted,
             "libraries": self.libraries,
             "ran_eagerly": dict(self.ran_eagerly),
+            "rule_remarks": dict(zip(self.unmatched_rules, self.rule_remarks, strict=True)),
         }
 
     def decisions(self) -> dict[str, Any]:
@@ -311,7 +313,7 @@ class Inspection:
         """Write the inspection as one page that any browser opens from disk: it loads nothing else.
 
         It has a summary, the table of GEMMs to sort and filter, heat maps by layer, the graph of one layer before and after as
-        a picture, what gathers send, and the scales and amax histories of delayed scaling as they are now. With a monitor it
+        a picture, and what gathers send. Scales and amax histories of delayed scaling are those of now. With a monitor it
         also has the SQNR and the underflow of each tensor.
 
         measured: `latest` of a monitor; by default that of the monitor that watches the model, if there is one.
@@ -428,7 +430,7 @@ def _recipe(recipe: object) -> str:
 
 
 def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
-    """Pattern -> remark, of rules that have decided nothing in any part that has them and that has run."""
+    """Pattern -> remark, of rules without effect in any part that has them and that has run."""
     remarks: dict[str, str] = {}
     matched: set[str] = set()
     for part in parts:
@@ -632,27 +634,43 @@ def _release_remarks(released: Mapping[str, Release]) -> list[str]:
 
 
 def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
-    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one, and so are the
-    roles of a module that stay in high precision for one reason: their sizes are those of its first role."""
+    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one. So are the
+    roles of a module that are in high precision for one reason, with the sizes of its first role, and LoRA's adapters."""
     rows: dict[tuple[Any, ...], list[GemmRecord]] = {}
     for g in gemms:
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
-        shape = shape_text(g.m, g.n, g.k, g.groups)
-        key = (family(g.module), g.role, shape, g.recipe if g.quantized else None, formats, g.reason)
+        shape = "" if _is_folded_adapter(g) else shape_text(g.m, g.n, g.k, g.groups)
+        key = (_folded(g), g.role, shape, g.recipe if g.quantized else None, formats, g.reason)
         rows.setdefault(key, []).append(g)
-    folded: dict[tuple[Any, ...], tuple[list[str], str, list[GemmRecord]]] = {}
+    folded: dict[tuple[Any, ...], tuple[list[str], list[GemmRecord]]] = {}
     for (name, role, shape, recipe, formats, reason), same in rows.items():
-        modules = tuple(g.module for g in same)
+        modules = tuple(sorted(g.module for g in same)) if shape else name
         alike = (modules, reason) if reason else (name, role, shape, recipe, formats)
-        folded.setdefault((alike, recipe, formats), ([], shape, same))[0].append(role)
+        folded.setdefault((alike, recipe, formats), ([], same))[0].append(role)
     found = []
-    for (_, recipe, formats), (roles, shape, same) in folded.items():
-        path, role = (
-            folded_path([g.module for g in same]),
-            "all" if set(roles) == set(ROLES) else ", ".join(dict.fromkeys(roles)),
-        )
+    for (_, recipe, formats), (roles, same) in folded.items():
+        is_adapter = _is_folded_adapter(same[0])
+        path = f"{_folded(same[0])} (x{len(same)})" if is_adapter else folded_path([g.module for g in same])
+        role = "all" if set(roles) == set(ROLES) else ", ".join(dict.fromkeys(roles))
+        shape = shape_text(*(_range([getattr(g, name) for g in same]) for name in ("m", "n", "k", "groups")))
         found.append([path, role, shape, recipe or "-", formats, _speedups(same), same[0].reason or ""])
     return found
+
+
+def _is_folded_adapter(gemm: GemmRecord) -> bool:
+    """True for adapters in high precision: those of all layers share a row, whatever their sizes."""
+    return ADAPTER in gemm.module and not gemm.quantized
+
+
+def _folded(gemm: GemmRecord) -> str:
+    """The path without what differs between the layers of a row: their numbers; of an adapter, the layer that it adapts."""
+    return f"*{gemm.module[gemm.module.index(ADAPTER) :]}" if _is_folded_adapter(gemm) else family(gemm.module)
+
+
+def _range(sizes: Sequence[int | str]) -> int | str:
+    """The one size of several layers, or the least and the greatest."""
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return sizes[0] if len(set(sizes)) == 1 else f"{min(numbers)}-{max(numbers)}" if len(numbers) == len(sizes) else "?"
 
 
 def _speedups(gemms: list[GemmRecord]) -> str:

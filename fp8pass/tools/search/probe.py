@@ -1,6 +1,7 @@
-"""The measurements of `suggest_rules`: a backend of torch.compile that runs a model in high precision and measures, at GEMMs
-that would run in FP8, what quantization does to it; and the passes of the user's step with it, on a model that is left as it
-was. GEMMs are found and decided as the rewrite does, on the joint graph; nothing is rewritten.
+"""The measurements of `suggest_rules`: a backend of torch.compile, and the passes of the user's step with it.
+
+The backend runs a model in high precision and measures, at GEMMs that would run in FP8, what quantization does to it. The model
+is left unchanged. GEMMs are found and decided as the rewrite does, on the joint graph; nothing is rewritten.
 """
 
 from __future__ import annotations
