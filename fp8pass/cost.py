@@ -150,7 +150,7 @@ L40S = Device(
     mx_flops=None,
     triton_flops=0.6 * 0.7 * 733e12,
     memory_bandwidth=0.9 * 864e9,  # 0.9 of the 864 GB/s in NVIDIA's data sheet
-    transpose_bandwidth=0.75 * 0.9 * 864e9,  # an assumption: nobody has looked at machine code for Ada
+    transpose_bandwidth=0.75 * 0.9 * 864e9,  # an assumption: machine code for Ada was not looked at
 )
 # Estimates, but for the SMs: 0.9 of the dense rates with float32 accumulation in NVIDIA's Ada GPU Architecture white paper,
 # appendix A. FP8 has twice that with float16 accumulation, which cuBLASLt does not use.

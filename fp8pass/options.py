@@ -235,7 +235,7 @@ def matching_rules(rules: Rules, engine: Engine) -> Rules:
     check_choice("match", engine, Engine)
     if rules.min_speedup is not None:
         raise OptionError(
-            f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine does not choose by estimates; leave one out"
+            f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine makes no choice by an estimate; leave one out"
         )
     changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
     return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))

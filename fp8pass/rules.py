@@ -57,7 +57,7 @@ class Rules:
         return next((rule for rule in self.rules if rule.matches(module, role)), None)
 
     def recipe_for(self, module: str, role: str) -> Recipe | None:
-        """The recipe of a GEMM, or None if it stays in high precision."""
+        """The recipe of a GEMM, or None if it is in high precision."""
         rule = self.find(module, role)
         return self.default if rule is None else rule.recipe
 

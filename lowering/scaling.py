@@ -45,7 +45,7 @@ def bounded_scale(
 ) -> torch.Tensor:
     """`scale_from_amax`, with `overflow_scale` where the quotient is inf."""
     amax = amax.to(torch.float32)
-    amax = torch.where(amax < epsilon, epsilon, amax)  # NaN compares false and stays
+    amax = torch.where(amax < epsilon, epsilon, amax)  # NaN compares false and remains
     scale = torch.full_like(amax, fp8_max(dtype) / 2.0**margin) / amax
     scale = torch.where(torch.isinf(scale), overflow_scale, scale)
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
@@ -106,7 +106,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`.
 
     `scale` is a float32 scalar (as an argument of this function, not of the operation, it may also broadcast against x).
-    A finite overflow becomes +-fp8_max; NaN stays NaN; +-inf becomes +-inf (E5M2) or NaN (E4M3). Whether an
+    A finite overflow becomes +-fp8_max; NaN remains NaN; +-inf becomes +-inf (E5M2) or NaN (E4M3). Whether an
     element is non-finite is decided on x: a finite x whose product overflows float32 saturates. The scale is finite and
     positive, as `scale_from_amax` and `update_scales` make it; the sign of a NaN is not specified. `x` is float32,
     bfloat16 or float16. Raises ValueError for another dtype of `x`, `scale` or the result.

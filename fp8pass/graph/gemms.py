@@ -121,7 +121,7 @@ def is_batch_of_one(node: fx.Node) -> bool:
 
 
 def is_batched(node: fx.Node) -> bool:
-    """Tell whether a node is one of ATen's batched GEMMs: most have two activations and stay."""
+    """Tell whether a node is one of ATen's batched GEMMs: most have two activations and are left alone."""
     kind = kind_of(node)
     return kind is not None and kind.is_batched
 

@@ -166,7 +166,7 @@ class Snapshot:
         return [self.nodes[i] for i in dict.fromkeys(places)]
 
     def results(self) -> list[_Node | None]:
-        """The results of the graph; None in the place of a result that is not a tensor."""
+        """The results of the graph; None instead of a result that is not a tensor."""
         (values,) = self.nodes[-1].args
         return [self.nodes[v] if isinstance(v, _Place) else None for v in values]
 

@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 class Fp8Callback(Callback):
     """Compiles the modules of a LightningModule in place, so that they train in FP8, and keeps the FP8 state in checkpoints.
 
-    The modules are compiled when fitting, validation, testing or prediction begins, and stay compiled afterwards. They share
+    The modules are compiled when fitting, validation, testing or prediction begins, and remain compiled afterwards. They share
     one state: `inspect` and `state` take the LightningModule, whose paths name modules in rules. A step of delayed scaling ends
     before each optimizer step, so with `accumulate_grad_batches` it spans all batches; after fitting the next forward ends
     steps again, as with `fp8_compile(step="auto")`. Checkpoints that are more than weights hold the FP8 state under the
-    callback's key, and whatever takes `ckpt_path`, "best" among others, continues from it. The keys of the weights stay.
+    callback's key, and whatever takes `ckpt_path`, "best" among others, continues from it. The keys of weights do not change.
     Weights that `StochasticWeightAveraging` puts in at the end take their scales from themselves.
 
     A callback serves several LightningModules in turn, and modules that are compiled with the same arguments already.

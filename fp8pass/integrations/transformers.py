@@ -63,7 +63,7 @@ _RULES = "rules"
 class Fp8Callback(TrainerCallback):
     """Compiles the Trainer's model in place, so that it trains in FP8, and keeps the FP8 state in the Trainer's checkpoints.
 
-    The model is compiled when the Trainer is made, so that `evaluate()` and `predict()` run in FP8 without training, and stays
+    The model is compiled when the Trainer is made, so that `evaluate()` and `predict()` run in FP8 without training. It remains
     compiled afterwards. A step of delayed scaling ends at each optimizer step, so with gradient accumulation it spans all
     micro-batches; after training the next forward ends steps again, as with `fp8_compile(step="auto")`. Each checkpoint folder
     gets `fp8_state.safetensors`, unless `save_only_model` is set: `train(resume_from_checkpoint=...)` continues from it, the
@@ -243,7 +243,7 @@ _early: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _is_free(model: nn.Module) -> bool:
-    """Say whether a model may be compiled for a Trainer that is being made: nobody has, or one that has not run it."""
+    """True if a model may be compiled for a Trainer that is being made: it is not compiled, or by one that has not run it."""
     if model in _early and is_in_place(model) and not sessions_of(model)[0].num_graph_calls:
         fp8_uncompile(model)
     return session_of(model) is None and not is_called_in_place(model) and named_session(model) is None

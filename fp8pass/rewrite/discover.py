@@ -117,7 +117,7 @@ class _SiteFinder:
         kinds = mate.operands if mate is not None else ()
         operands = self._operands(node, lambda n, v: "grad_output" if n in self.gradients else self._kind_in(kinds, n, v))
         if is_batched(node) and not kinds:
-            operands = ()  # a gradient of a GEMM that stays
+            operands = ()  # a gradient of a GEMM that is not rewritten
         return self._site(node, role, operands, mate)
 
     def nested_site(self, node: fx.Node, outer: fx.Node) -> GemmSite:

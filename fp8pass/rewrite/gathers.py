@@ -223,7 +223,7 @@ def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
 # Passes that bucket FSDP's gathers put together what follows each other in one dtype. FP8 travels as uint8: a bias in bfloat16
 # between two weights would end a bucket. So the other Parameters of these ranks are gathered as their bytes, by two views.
 #
-# The node that held a gathered tensor holds it afterwards, as a view of the bytes: what the plan says of it stays true.
+# The node that held a gathered tensor holds it afterwards, as a view of the bytes: what the plan says of it remains true.
 
 
 def send_bytes(graph: fx.Graph, groups: Collection[Any]) -> tuple[Gather, ...]:

@@ -169,7 +169,7 @@ class Meaning:
 
 
 def _picked(node: fx.Node, name: str, read: Any, index: Any) -> Any:
-    """Elements of vectors in the place of vectors and positions."""
+    """Elements of vectors instead of vectors and positions."""
     if index is None:
         return read
     if isinstance(read, tuple):

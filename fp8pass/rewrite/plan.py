@@ -72,7 +72,7 @@ class Rewritten:
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision:
-    """A GEMM that stays in high precision."""
+    """A GEMM that is in high precision."""
 
     site: GemmSite
     recipe: Recipe | None  # None where a rule names none.

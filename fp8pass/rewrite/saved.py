@@ -318,7 +318,7 @@ class _Readers:
 
 
 def _is_gaussian(node: fx.Node) -> bool:
-    """Tell whether a node is the exponential of a square, as GELU's gradient has it, which stays below 1 and falls with x."""
+    """Tell whether a node is the exponential of a square, as GELU's gradient has it, which is below 1 and falls with x."""
     read: Any = node.args[0]
     while isinstance(read, fx.Node):
         factors = [x for x in read.args if isinstance(x, fx.Node)]
@@ -405,7 +405,7 @@ def _input(backward: fx.Graph, read: fx.Node, saved: fx.Node, suffix: str) -> fx
 
 
 def _load(backward: fx.Graph, value: SavedValue, data: fx.Node, scale_inv: fx.Node) -> fx.Node:
-    """Make the value of its copy before it is first read, and let it be read in the place of the input."""
+    """Make the value of its copy before it is first read, and let it be read instead of the input."""
     read = value.read
     first = min(read.users)
     cursor = Cursor.start(backward).at(first, True)

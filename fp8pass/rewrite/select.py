@@ -1,4 +1,4 @@
-"""Select: the GEMMs that no rule names and that stay in high precision by default. Reads only.
+"""Select: the GEMMs that no rule names and that are in high precision by default. Reads only.
 
 `routing`  the result decides a choice of rows: a router of experts
 `head`     the output embedding
@@ -68,7 +68,7 @@ class _UseFinder:
         self.leading_to_logarithms = leading_to(graph, self.gradients, _is_log_softmax, keeps_elements)
 
     def reason(self, site: GemmSite) -> Reason | None:
-        """Why a forward GEMM stays, or None."""
+        """The reason why a forward GEMM is in high precision, or None."""
         # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
         pattern = pattern if (pattern := family(site.module)).strip("*.") else site.module
         if ADAPTER in pattern:

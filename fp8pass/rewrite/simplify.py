@@ -225,7 +225,7 @@ def _put(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """Tell whether a node that `_put` reads puts values in the place of the base's, and does not add them."""
+    """Tell whether a node that `_put` reads replaces values of the base, and does not add them."""
     adds = (
         argument_of(node, 3, "accumulate") if node.target is aten.index_put.default else node.target is aten.index_add.default
     )

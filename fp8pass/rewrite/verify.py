@@ -4,7 +4,7 @@ GEMMs       every GEMM of the plan is a scaled GEMM now, with the planned argume
 operands    each denotes the planned copy (`meaning.py`), divided by the scale of that copy, as the hardware reads it
 casts       each launch of the plan is one operation, on its side of the partition; no others quantize
 state       scales are read once, and the amax of each tensor is recorded in its slot
-others      what is recomputed, dequantized, measured, gathered in FP8 or as bytes, or gathered in the place of a scatter
+others      what is recomputed, dequantized, measured, gathered in FP8 or as bytes, or gathered instead of a scatter
 values      every inserted node has the shapes, strides and dtypes that its operation gives it
 
 It runs last, on the graph that is compiled, and can run on one as `apply` left it.
@@ -101,7 +101,7 @@ def verify(
     _check_state(planned, meaning)
     for node, scatter in permuted.items():
         if node in nodes and node.args != (applied.now(scatter.rows), [scatter.index]):
-            raise InvariantError(f"{node.name} gathers {node.args}, in the place of rows of {scatter.rows.name}")
+            raise InvariantError(f"{node.name} gathers {node.args}, instead of rows of {scatter.rows.name}")
     for gather in sent_as_bytes:
         sent = value(gather.source).moved(("gather", gather.num_ranks, gather.group))
         _compare(gather.wait, "", Meaning((), {gather.source: value(gather.source)}).computed(gather.wait), sent)
@@ -347,10 +347,10 @@ def _check_epilogue(decision: Rewritten, planned: _PlannedTerms, nodes: set[fx.N
     _compare(result, "", _unstored(found), wanted)
     old, new = value_of(node), value_of(result)
     if old.dtype != new.dtype or not same_shape(old.shape, new.shape):
-        raise InvariantError(f"{result.name} is {_described(new)} in the place of {_described(old)}")
+        raise InvariantError(f"{result.name} is {_described(new)} instead of {_described(old)}")
     for reader in applied.readers[node]:
         if reader in nodes and reader not in planned.dequantizing and result not in reader.all_input_nodes:
-            raise InvariantError(f"{reader.name} does not read {result.name}, in the place of {node.name}")
+            raise InvariantError(f"{reader.name} does not read {result.name}, instead of {node.name}")
 
 
 def _unstored(term: Any) -> Any:
@@ -563,7 +563,7 @@ def verify_saved(
         back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
         _compare(made.loaded, "", _unstored(Meaning(of_backward, terms)(made.loaded)), _permuted(term, back))
         if not _is_like(value_of(made.loaded), value_of(saved.read)):
-            raise InvariantError(f"{made.loaded.name} is {_described(value_of(made.loaded))} in the place of {saved.read.name}")
+            raise InvariantError(f"{made.loaded.name} is {_described(value_of(made.loaded))} instead of {saved.read.name}")
     for graph, known in zip((forward, backward), before, strict=True):
         graph.lint()
         _check_values(graph, set(known))
@@ -649,7 +649,7 @@ def prepare_checked(graph: fx.Graph, prepare: Callable[[fx.Graph], None]) -> Non
         if node.target == target:
             continue
         if _CHEAPER.get(target) != node.target:
-            raise InvariantError(f"{node.name} calls {node.target} in the place of {target}")
+            raise InvariantError(f"{node.name} calls {node.target} instead of {target}")
         value = value_of(node)
         if value.dtype != torch.float32 or value.device.type != "cuda":
             raise InvariantError(f"{node.name} calls {node.target} on {value.dtype} on {value.device}")

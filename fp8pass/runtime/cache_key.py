@@ -88,7 +88,7 @@ def lowered_by() -> object:
 
 
 def earlier_passes(patches: dict[str, Any]) -> list[Any]:
-    """The passes that stood in the place of ours. patches: the options that Inductor compiles with."""
+    """The passes that were set instead of ours. patches: the options that Inductor compiles with."""
     from torch._inductor import config
 
     given = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)

@@ -96,7 +96,7 @@ class InPlaceCall:
 
 
 class ReplacedCall:
-    """The call that `model.compile()` put in the place of an InPlaceCall: it warns, when first called, that FP8 is gone."""
+    """The call that `model.compile()` put instead of an InPlaceCall: it warns, when first called, that FP8 is gone."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, strict: bool):
         self.function = function

@@ -144,7 +144,7 @@ class DelayedStore:
         return first if count == 1 else slice(first, first + count)
 
     def index_of(self, names: tuple[str, ...]) -> torch.Tensor:
-        """int64 on the device: all columns of these tensors. Kept while the buffers stay: to make it, the host waits for the
+        """int64 on the device: all columns of these tensors. Kept as long as the buffers: to make it, the host waits for the
         device."""
         layout, index = self._indices.get(names, (-1, None))
         if index is None or layout != self.layout:

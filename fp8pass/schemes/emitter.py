@@ -352,7 +352,7 @@ def _copy_of_bytes(cursor: Cursor, data: fx.Node, cast: Cast, layout: Layout) ->
 
 def _in_slots(cursor: Cursor, data: fx.Node, groups: Groups) -> fx.Node:
     """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes. Scales that lie by
-    blocks stay so."""
+    blocks are kept so."""
     if groups.index is None:
         return data
     value = value_of(data)

@@ -1,6 +1,6 @@
 """FP8 copies of weights that are cached between calls: what they were made of, and one launch per kind that makes them again.
 
-NOTE [what is cached] With the defaults nothing is cached that anybody but us can write: graphs cast their weights, frozen or
+NOTE [what is cached] With the defaults nothing is cached that other code can write: graphs cast their weights, frozen or
 not, in training and in evaluation. Cached are the copies of frozen Parameters that gave their values back, and, for one call,
 the gathered shards of FSDP2. `weight_copies="cache"` caches more: then what follows tells that copies are out of date, and
 writes without a trace are found by content, at step boundaries.

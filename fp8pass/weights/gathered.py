@@ -102,7 +102,7 @@ class After:
 
 
 def _nothing() -> None:
-    """A copied or pickled hook. Saved shards name this function by its path: it stays where it is."""
+    """A copied or pickled hook. Saved shards name this function by its path, which must not change."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -431,7 +431,7 @@ class GatheredWeight:
         if self._scale is not None and in_backward():
             return self._scale
         store = self.weight.store
-        # Clones, which stay when the step boundary writes new scales. Indexing by a list would wait for the device.
+        # Clones, which remain when the step boundary writes new scales. Indexing by a list would wait for the device.
         own = self.own_scale if store is None else store.scale.narrow(0, store.column(self.weight.name), 1).clone()
         assert own is not None
         self._scale = own.reshape(1)

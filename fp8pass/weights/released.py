@@ -278,7 +278,7 @@ def end_call(records: Sequence[ReleasedRecord]) -> None:
 
 
 def withhold(parameter: torch.Tensor) -> None:
-    """Let nobody read a gathered Parameter: see NOTE [withheld values]."""
+    """Refuse every read of a gathered Parameter: see NOTE [withheld values]."""
     if not hasattr(parameter, _MEMORY):
         nothing = _without_bytes(parameter, WITHHELD) if CAN_REFUSE else None
         setattr(parameter, _MEMORY, (parameter.detach(), nothing))

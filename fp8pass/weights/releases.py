@@ -174,7 +174,7 @@ class Releases:
         return None
 
     def restore(self) -> None:
-        """Give all Parameters their values again: those of their copies, which stay valid."""
+        """Give all Parameters their values again: those of their copies, which remain valid."""
         found = (record.parameter for record in released.records())
         parameters = {id(p): p for p in found if id(p) in self.found and is_released(p)}
         for i, parameter in parameters.items():
@@ -201,7 +201,7 @@ def _give_back(parameter: nn.Parameter, made: Mapping[CachedWeight, Given]) -> R
     for weight, given in made.items():
         assert weight.made is not None
         weight.made = dataclasses.replace(weight.made, origin=RELEASED, storages=storages_of(given))
-    return Release(size if reference.expired() else 0, None)  # shared storages stay
+    return Release(size if reference.expired() else 0, None)  # shared storages are kept
 
 
 def _values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def _is_restorable(batch: CachedWeight) -> bool:
 
 
 def _is_settled(weight: CachedWeight) -> bool:
-    """Tell whether the scale of its copies stays as long as the weight does."""
+    """True if the scale of its copies is fixed as long as the weight is."""
     made, recipe = weight.made, weight.recipe
     if made is None or made.scale is None or made.amax is None or weight.has_stayed:
         return True

@@ -39,7 +39,7 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
 
 
 def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
-    """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
+    """The GEMM that cuBLASLt is to compute, and whether its epilogue adds the bias: it takes one of the output's own half
     precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
     asked = gemm.gemm(*gemm.granularities, multiple=SCALE_ALIGNMENT)
     takes_bias = gemm.bias is None or hardware.refusal(asked, gemm.a.device) is None

@@ -2,7 +2,7 @@
 
 Its `fp8_gemm_nt` computes a @ b.T of E4M3 matrices, rows of K together, a with 1x128 and b with 128x128 scales, to bfloat16:
 the output and grad_input GEMMs. Its grad_weight (1x128 by 1x128) adds to a float32 matrix, which costs another pass, and
-stays with cuBLASLt or Triton.
+is left to cuBLASLt or Triton.
 
 Sources: csrc/apis/gemm.hpp, csrc/apis/layout.hpp and csrc/utils/layout.hpp of DeepGEMM (54e2261).
 """

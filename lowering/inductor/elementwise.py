@@ -51,7 +51,7 @@ def is_infinite(x: Any) -> Any:
 def quantize(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`, on a GPU.
 
-    NOTE [satfinite] The conversion itself saturates, infinities too; NaN stays. So only infinite elements need care. E4M3 gets
+    NOTE [satfinite] The conversion itself saturates, infinities too, and keeps NaN. Only infinite elements need care. E4M3 gets
     a NaN to convert: x * 0 is NaN for them and a zero of x's sign for numbers, and the addition becomes a fused one. The E5M2
     bits of infinity are those of the largest finite value, 0x7B, with the last three turned over; ptxas does that to four
     elements at a time.
@@ -159,7 +159,7 @@ def power_of_2_scale(amax_bits: Any, dtype: torch.dtype, epsilon: float) -> Any:
     assert fraction == 0.875
     if epsilon > 0.0:
         amax = as_float(amax_bits)
-        amax_bits = ops.where(ops.lt(amax, _float(epsilon)), _int(_bits_of(epsilon)), amax_bits)  # NaN stays
+        amax_bits = ops.where(ops.lt(amax, _float(epsilon)), _int(_bits_of(epsilon)), amax_bits)  # NaN remains
     carried = ops.bitwise_right_shift(ops.add(amax_bits, _int(0x1FFFFF)), _int(23))
     biased = ops.minimum(ops.sub(_int(254 + exponent - 1), carried), _int(254))
     usable = ops.logical_and(ops.lt(_int(0), amax_bits), ops.lt(amax_bits, _int(_EXPONENT_BITS)))

@@ -87,7 +87,7 @@ def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Box
     scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
     copy = buffers.pointwise(matrix.device, dtype, quantized, [matrix.rows, matrix.cols])
     box = ir.TensorBox(buffers.realize_ordered(copy, [matrix.cols, 1]))
-    # The sums of a norm stay as they are: NOTE [nothing else changes] in statistics.py.
+    # The sums of a norm are left as they are: NOTE [nothing else changes] in statistics.py.
     loops = "" if buffers.needs_row_reduction(x, matrix.rows, matrix.cols) else "rows"
     facts_of(box).lines[False] = Lines(loops, scale_at)
     return [box, scale_inv]

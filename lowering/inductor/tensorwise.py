@@ -455,7 +455,7 @@ def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
 
 
 def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir.TensorBox], index: list[int]) -> Any:
-    """Record partial amaxes as they are: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
+    """Record partial amaxes as they are: nothing finishes them one by one, nothing is stacked. Vectors remain vectors."""
     record = call_operation(torch.ops.lowering.record_amax.default)
     if any(o.get_size() for o in observed):
         return record(amax, slots, observed, index)

@@ -152,7 +152,7 @@ def _cublaslt(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 
 
 def _whole_blocks(q: Tensor) -> Tensor:
-    """A copy [outer, inner] contiguous, with zeros up to whole blocks; itself where it is so already."""
+    """A copy [outer, inner] contiguous, with zeros up to whole blocks; itself if it is one already."""
     extra = -q.shape[1] % MX_BLOCK
     if not extra:
         return q.contiguous()

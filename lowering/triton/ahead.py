@@ -99,7 +99,7 @@ def compiles_only() -> bool:
 
 
 def compile_ahead(launch: Callable[..., Any], name: str, device: torch.device, args: Iterable[Any], options: Any) -> None:
-    """Compile what `launch` launches on a CUDA device for these arguments, which have `Described` in the place of tensors.
+    """Compile what `launch` launches on a CUDA device for these arguments, which have `Described` instead of tensors.
     Once for equal arguments; returns at once."""
     arguments, options = tuple(args), dict(options)
     key = repr((name, device, arguments, options))
@@ -140,7 +140,7 @@ def wait() -> None:
 
 
 def _forget_threads() -> None:
-    """A forked process has none of them, and nobody to release the lock if one held it."""
+    """A forked process has none of them, and no thread to release the lock if one held it."""
     global _LOCK
     _LOCK = threading.Lock()
     _SUBMITTED.clear()

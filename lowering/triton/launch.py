@@ -140,7 +140,7 @@ def _pinned(count: int) -> torch.Tensor:
 
 
 def _reserve() -> None:
-    """Have host memory at hand for the graphs to come."""
+    """Keep host memory ready for later graphs."""
     if not _reserved or len(_reserved[0]) < _RESERVE // 2:
         with _reserve_lock:
             _reserved[:] = [_pinned(_RESERVE)]

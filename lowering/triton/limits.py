@@ -43,7 +43,7 @@ BY_CAPABILITY = {
 
 
 def of_device(device: torch.device) -> Limits:
-    """The limits of a CUDA device, which is asked for its shared memory if it has no entry; of all others those of SM90."""
+    """The limits of a CUDA device, whose driver tells its shared memory if it has no entry; of all others those of SM90."""
     capability = hardware.cuda_capability(device)
     if capability is None:
         return BY_CAPABILITY[9, 0]

@@ -246,7 +246,7 @@ def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MA
     if HAS_EPSILON:
         amax = larger(amax, epsilon)
     if POWER_OF_2:
-        # As unsigned integers positive floats keep their order, and quotients beyond float32 stay above all others. Those
+        # As unsigned integers positive floats keep their order, and quotients beyond float32 are above all others. Those
         # need amaxes below 2**-112, which float16 lacks; of the other input dtypes 2**127 is the largest power of two.
         amax_bits = amax.to(tl.uint32, bitcast=True)
         QUOTIENT: tl.constexpr = ((254 + (8 if FP8_MAX == 448.0 else 15)) << 23) + 0x600000

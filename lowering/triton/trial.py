@@ -79,7 +79,7 @@ class TrialTensor(NamedTuple):
 
 
 def small_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-    """The arguments of a call with small random tensors in the place of its own. Two matrices of each kind stay of a list, and
+    """The arguments of a call with small random tensors instead of its own. Of a list, two matrices of each kind are kept, and
     two of a batch: as many as tell several from one."""
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
     generator = torch.Generator(tensors[0].device).manual_seed(0)

@@ -329,7 +329,7 @@ def test_a_cheaper_operation_is_let_pass():
     ("device", "edit", "text"),
     [
         ("cpu", lambda y: setattr(y, "target", ops.sigmoid.default), "on torch.float32 on cpu"),
-        ("cuda", lambda y: setattr(y, "target", aten.tanh.default), "in the place of aten.sigmoid.default"),
+        ("cuda", lambda y: setattr(y, "target", aten.tanh.default), "instead of aten.sigmoid.default"),
         ("cuda", lambda y: y.replace_input_with(y.args[0], y.graph.call_function(aten.neg.default, (y.args[0],))), "added"),
         ("cuda", lambda y: next(iter(y.users)).update_arg(1, y.args[0]), "before it was prepared"),
     ],

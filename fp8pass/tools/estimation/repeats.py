@@ -5,7 +5,7 @@ in the same order, on tensors of the same shapes and dtypes, with the same const
 Those are the same node of the layer, the same Parameter of it, the same result of the layer before, or one node outside of all
 layers. What surrounds a layer counts as well, so that casts are shared and fused as they are in the whole model. A layer stands
 only for others whose neighbours are equal too, which is why the first and the last are kept. Where a
-result of a layer is read by anything but the next layer, all layers stay.
+result of a layer is read by anything but the next layer, all layers are kept.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RecipeEstimate:
     gemms: list[GemmEstimate] = dataclasses.field(default_factory=list)
     """Every GEMM of a training step, in the order of the graph."""
     chosen: list[GemmEstimate] = dataclasses.field(default_factory=list)
-    """`gemms` with `min_speedup=1.0`: those that are expected to be slower in FP8 stay in high precision."""
+    """`gemms` with `min_speedup=1.0`: those that are expected to be slower in FP8 are in high precision."""
     saved_bytes: int = 0
     """Bytes of the tensors that the forward saves for the backward, Parameters not included."""
     saved_bytes_in_fp8: int = 0
@@ -246,7 +246,7 @@ td:first-child,th:first-child{{text-align:left}}
 
 
 def _layer_speedup(gemms: list[GemmEstimate]) -> str:
-    """The speed-up of a layer, or why it stays in high precision, in a word."""
+    """The speed-up of a layer, or why it is in high precision, in a word."""
     kept = next((g.record.reason.partition(":")[0] for g in gemms if g.record.reason), "-")
     return _number(graph_speedup([g.expected for g in gemms]), kept) if any(g.record.quantized for g in gemms) else kept
 

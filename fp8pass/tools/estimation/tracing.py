@@ -294,7 +294,7 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model, wherever its tensors are, the meta device included; tied ones stay tied."""
+    """A copy of a model, wherever its tensors are, the meta device included; tied ones remain tied."""
     own = ("_parameters", "_buffers", "_modules")
     plain = tree_leaves([[v for name, v in vars(m).items() if name not in own] for m in model.modules()])
     tensors = [*model.parameters(), *model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
@@ -309,7 +309,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 # -- attention. torch takes `scaled_dot_product_attention` apart where no fused kernel fits, and on the CPU, which these tensors
 # are on, fewer fit than on a GPU: with dropout, or values of another width than queries, batched GEMMs would appear that no GPU
-# runs. So it stays one operation.
+# runs. So it remains one operation.
 
 
 @torch.library.custom_op("fp8pass_estimate::attention", mutates_args=())

@@ -74,7 +74,7 @@ def suggest_rules(
         step: called as `step(compiled)`, returns the loss, a scalar tensor, before its backward. It calls `compiled` as it
             would call `model`, and uses the same batch in each call.
         recipe: as in `fp8_compile`.
-        keep: share of the FLOPs that stay in FP8, from 0 to 1; of saved values, of the bytes that FP8 takes away.
+        keep: share of the FLOPs that are to run in FP8, from 0 to 1; of saved values, of the bytes that FP8 takes away.
         saved_activations: as in `fp8_compile`.
         checks: how many GEMMs and modules with saved values are measured.
         progress: whether to print the cost and a progress bar, to stderr.
