@@ -58,7 +58,7 @@ class Operation(Generic[P, R]):
     arguments that it writes to; they have no other result. checks: functions of some of the arguments, by name, that raise for
     values outside of the specification; they run before the computation, not in tracing. sizes: names of the int arguments that
     are sizes of tensors, which may be symbolic. indexed: names of the arguments, a scalar tensor or a list of them, that may
-    also be given as vectors with positions in them, which the operation takes as `<name>_index` (-1: a scalar of the list): a
+    also be given as vectors with positions in them, which the operation takes as `<name>_index` (-1: a scalar of the list). A
     graph that reads many elements of one vector needs no node for each."""
 
     def __init__(

@@ -166,7 +166,7 @@ class _SiteFinder:
     def _path(self, node: fx.Node, operands: tuple[Operand, ...]) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.
         nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`. The weight names the
-        GEMM as well where no input places the variable below which the module is: behind a graph break, a module that was put
+        GEMM as well where no input places the variable below which the module is. Behind a graph break, a module that was put
         back into an attribute comes from one variable and its path begins with another."""
         path = origin.module_path(node)
         weights = [o.value for o in reversed(operands) if o.kind == "weight"]

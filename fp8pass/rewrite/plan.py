@@ -209,7 +209,7 @@ def make_plan(
     sites: list[GemmSite], rules: Rules, state_device: torch.device | None, selected: Mapping[fx.Node, Reason] | None = None
 ) -> Plan:
     """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`. selected: the GEMMs
-    that stay in high precision unless a rule matches them, with the reason."""
+    that are in high precision unless a rule matches them, with the reason."""
     names = name_tensors(sites)
     decisions: dict[fx.Node, Decision] = {}
     for site in sites:  # the forward's first

@@ -72,7 +72,7 @@ class Work:
     """Gathers, each with the scatter whose place it took."""
     sites: tuple[GemmSite, ...] = ()
     selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
-    """GEMMs that stay in high precision unless a rule matches them."""
+    """GEMMs that are in high precision unless a rule matches them."""
     heads: frozenset[fx.Node] = frozenset()  # GEMMs that look like a head.
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)

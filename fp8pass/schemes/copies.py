@@ -145,7 +145,7 @@ class Cast:
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """A copy and its scale, as nodes of a graph; as tensors where quantization runs outside of graphs (`eager.py`). Invariants:
-    `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of its GEMMs;
+    `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of its GEMMs.
     `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this granularity
     reads it."""
 

@@ -101,7 +101,7 @@ def update_scales_kernel(
 ):  # fmt: skip
     """`reference.update_scales` of BLOCK_N columns of history [length, n], in place. A program owns its columns and moves their
     rows towards row 1 in order, BLOCK_L at a time. NOTE [barriers] What one thread stores another may still have to load, in
-    the same step (row r goes to r - 1) and at the end (row 0, counts): a barrier stands between the loads and the stores of
+    the same step (row r goes to r - 1) and at the end (row 0, counts). A barrier stands between the loads and the stores of
     each step."""
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_range = columns < n

@@ -55,7 +55,7 @@ def of_device(device: torch.device) -> Limits:
 def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False, adds_to_lines: bool = False) -> dict[str, int]:
     """Tile and launch options of an FP8 GEMM whose output, or group of it, has so many rows. Eight warps share 128 rows: four
     would hold a product and a sum of 128 registers each, and spill. is_wide: 256 columns, if the device has room for all stages
-    of them, and registers: their sum takes 128 of a thread, which leaves none for operands, nor, where it comes from tensor
+    of them, and registers. Their sum takes 128 of a thread, which leaves none for operands, nor, where it comes from tensor
     memory, for factors of lines beside a bias (`adds_to_lines`)."""
     height = 64 if rows <= 64 else BLOCK
     has_registers = not (limits.has_operands_in_registers or (limits.tensor_memory and adds_to_lines))

@@ -109,7 +109,7 @@ def small_size(size: int) -> int:
 
 
 def small_layout(x: torch.Tensor, is_in_list: bool = False) -> TrialTensor:
-    """A small one for which Triton compiles what it compiles for x: of `small_size`, with strides that keep their order and
+    """A small one for which Triton compiles what it compiles for x. It is of `small_size`, its strides keep their order and
     what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by. is_in_list: x is a
     matrix, a batch, or the scale of one. The matrices of a batch are a dimension of the grid: nothing is compiled for their
     number. Another tensor of three or more dimensions is cast as a matrix whose sizes are products of its own, of which nothing

@@ -35,7 +35,7 @@ class Example:
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:
     """The model that the command line names. name: a file or folder with a configuration of transformers, the name of a class
-    of one, or "module:function", where the function, called with no arguments on the meta device, returns (model, *args) or
+    of one, or "module:function". The function, called with no arguments on the meta device, returns (model, *args) or
     (model, args, kwargs as a dict). sizes: "NAME=VALUE", which replace values of the configuration. tokens, sequence: rows of
     the GEMMs, and how many of them are one text; images have as many rows as patches."""
     is_path = os.path.exists(name)

@@ -107,7 +107,7 @@ class Contents:
     config: dict[str, Any]  # `quantization_config`.
     written: list[Written]
     kept: dict[str, str]
-    """Parameters with two dimensions or more that stay in high precision -> why, by their names in the model."""
+    """Parameters with two dimensions or more that are in high precision -> why, by their names in the model."""
     tied: dict[str, str]  # Other names of written tensors -> the name on disk.
     renamed: dict[str, Entry]  # Scales on disk -> the entries that transformers reads in their place.
     unequal: list[str]  # Projections that engines fuse and that are not alike, which they do not read: a sentence each.

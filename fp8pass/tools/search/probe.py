@@ -1,4 +1,4 @@
-"""The measurements of `suggest_rules`: a backend of torch.compile, and the passes of the user's step with it.
+"""The measurements of `suggest_rules`. A backend of torch.compile, and the passes of the user's step with it.
 
 The backend runs a model in high precision and measures, at GEMMs that would run in FP8, what quantization does to it. The model
 is left unchanged. GEMMs are found and decided as the rewrite does, on the joint graph; nothing is rewritten.
@@ -71,7 +71,7 @@ class Probed:
     """One GEMM of a graph."""
 
     record: GemmRecord
-    roundings: tuple[Rounding, Rounding] | None  # The roundings of both operands; None if it stays in high precision.
+    roundings: tuple[Rounding, Rounding] | None  # The roundings of both operands; None if it is in high precision.
     forward: int | None  # For a gradient: the number of its forward GEMM.
     of_operand: int = 0  # For a gradient: which operand of the forward GEMM it is the gradient of.
     gradient_at: int = 0  # For a gradient: which of its operands is the gradient of the forward GEMM's result.
