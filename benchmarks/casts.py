@@ -56,8 +56,9 @@ def _row(name: str, kernel: HandWritten, x: torch.Tensor, bench: Bench) -> Itera
     copy_ms, ms = times["copy"].ms, times["cast"].ms
     yield {
         "what": what,
-        # Where an operation has another large kernel, its time is not that of the estimate's.
+        # Where an operation has another large kernel, its time is not one that a copy can be compared with.
         "one kernel": "yes" if kernel.position == 0 and "batch both" not in name else "no",
+        "transposes": "yes" if kernel.transposes else "no",
         "MB": moved / 1e6,
         "ms": ms,
         "back-to-back ms": times["cast"].back_to_back_ms,

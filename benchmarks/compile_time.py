@@ -1,5 +1,5 @@
-"""Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), stacks of blocks, and
-their restarts: warm, and with torch's mega-cache on a machine without caches.
+"""CPU seconds to compile a training step of stacks of Llama blocks: cold (empty caches), and with `--restarts` warm (a second
+process) and with torch's mega-cache on a machine without caches.
 
     python -m benchmarks.compile_time --restarts --blocks 4 24 64 --repeat 3
 
@@ -11,14 +11,13 @@ too: processes that share the machine cannot be taken for it."""
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import has_torchao, main
@@ -29,7 +28,6 @@ from benchmarks.isolation import Bench, Row
 SAVED = " with saved_activations"
 PAIRS = tuple(recipe + SAVED for recipe in RECIPES)
 #: dim, ffn, tokens.
-_BLOCK = (1024, 2816, 128)
 TINY = (256, 512, 64)
 
 _SCRIPT = """
@@ -79,75 +77,30 @@ print(json.dumps({"seconds": first[0] - second[0], "cpu": first[1] - second[1], 
 """
 
 
-def _run(
-    name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_time: bool = False, artifacts: str | None = None
-) -> dict:
+def _run(name: str, layers: int, cache: str, artifacts: str) -> dict[str, Any]:
+    """One process with its caches in a folder, one compiler and one thread. artifacts: the mega-cache's file; "": none."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-    if artifacts is not None:
-        environment["ARTIFACTS"] = artifacts
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "ARTIFACTS": artifacts}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
-    if one_at_a_time:
-        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _SCRIPT, name, *map(str, (layers, *sizes))]
+    command = [sys.executable, "-c", _SCRIPT, name, *map(str, (layers, *TINY))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _measured(
-    kind: str, names: Iterable[str], repetitions: int, bench: Bench, measure: Callable[[str], dict[str, float]]
-) -> dict[str, list[dict[str, float]]]:
-    """The measurements of every contestant, one of each after the other, so that a busy machine is busy for everyone: processes
-    that share a core and its caches cost each other CPU time, too. None of one that fails."""
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in list(times):
-            found = bench(f"{kind} {name}", measure, name)
-            if found is None:
-                del times[name]
-            else:
-                times[name].append(found)
-    return times
-
-
-def _finite(what: str, run: dict[str, Any], bench: Bench) -> dict[str, Any]:
-    bench.require(run["finite"], f"{what}: output is finite")
-    return run
-
-
-def _block(sizes: tuple[int, ...], bench: Bench) -> Iterator[Row]:
-    """One block, in seconds of a clock; least of the repetitions."""
-    names = ["bf16", "delayed", "current"] + (["torchao tensorwise"] if has_torchao() else [])
-
-    def measure(name: str) -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as cache:
-            runs = (_finite(f"block, {name}", _run(name, 1, sizes, cache), bench)["seconds"] for _ in range(2))
-            return dict(zip(("cold", "warm"), runs, strict=True))
-
-    base = None
-    for name, found in _measured("block", names, 1 if bench.quick else 3, bench, measure).items():
-        cold, warm = ([run[kind] for run in found] for kind in ("cold", "warm"))
-        row = {"what": f"block {name}", "cold s": min(cold), "warm s": min(warm), "median cold s": statistics.median(cold)}
-        base = row if name == "bf16" else base
-        if base is not None:
-            row |= {"cold / bf16": row["cold s"] / base["cold s"], "warm / bf16": row["warm s"] / base["warm s"]}
-        yield row
-
-
-def _stack(
-    blocks: int, sizes: tuple[int, ...], repeat: int, bench: Bench, recipes: Sequence[str], restarts: bool
-) -> Iterator[Row]:
+def _stack(blocks: int, repeat: int, bench: Bench, recipes: Sequence[str], restarts: bool) -> Iterator[Row]:
     """So many blocks in seconds of CPU time, least of the repetitions, one contestant after the other: with empty caches, and
     with `restarts` in a second process with the first one's caches, and with its mega-cache alone. Rows come after every
     measurement, with what is known by then."""
-    peers = ("torchao tensorwise",) if has_torchao() and restarts else ()
-    names = ["bf16", *recipes, *peers]
+    names = ["bf16", *recipes, *(["torchao tensorwise"] if has_torchao() and restarts else [])]
     found: dict[str, dict[str, list[float]]] = {}
 
-    def start(name: str, cache: str, artifacts: str | None = None) -> float:
-        run = _run(name, blocks, sizes, cache, one_at_a_time=True, artifacts=artifacts)
-        return _finite(f"{blocks} blocks, {name}", run, bench)["cpu"]
+    def start(name: str, cache: str, artifacts: str = "") -> float:
+        run = _run(name, blocks, cache, artifacts)
+        bench.require(run["finite"], f"{blocks} blocks, {name}: output is finite")
+        return float(run["cpu"])
 
     def measure(name: str) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as empty:
@@ -183,35 +136,24 @@ def _rows(blocks: int, found: dict[str, dict[str, list[float]]]) -> Iterator[Row
 
 
 def run(
-    bench: Bench,
-    blocks: list[int] | None = None,
-    repeat: int = 3,
-    recipes: list[str] | None = None,
-    restarts: bool = False,
+    bench: Bench, blocks: list[int] | None = None, repeat: int = 3, recipes: list[str] | None = None, restarts: bool = False
 ) -> Iterable[Row]:
-    """`quick`: one repetition, a small block, two blocks. `blocks`: stacks of so many alone. `repeat`: repetitions of each
-    stack. `recipes`: of the stacks. `restarts`: stacks alone, cold, warm and with the mega-cache."""
+    """`quick`: one repetition of two blocks."""
     repeat = 1 if bench.quick else repeat
-    bench.baseline = "bf16"
-    if restarts or blocks is not None:
-        bench.where = "restarts-cpu" if restarts else "blocks-cpu"
+    bench.baseline, bench.where = "bf16", "restarts-cpu" if restarts else bench.where
     bench.notes += [
         "forward and backward: the first step's time less the second's",
         f"stacks are of dim, ffn, tokens {TINY}, {repeat} repetitions",
     ]
     counts = blocks or ([2] if bench.quick else [4, 24, 64] if restarts else [8])
-    stacks = [_stack(count, TINY, repeat, bench, recipes or RECIPES, restarts) for count in counts]
-    single = [_block(TINY if bench.quick else _BLOCK, bench)] if blocks is None and not restarts else []
-    return itertools.chain(*single, *stacks)
+    return (row for count in counts for row in _stack(count, repeat, bench, recipes or RECIPES, restarts))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", nargs="+", type=int, help="only stacks of so many blocks, without the single one")
+    parser.add_argument("--blocks", nargs="+", type=int, help="blocks of each stack (default: 8; with --restarts 4 24 64)")
     parser.add_argument("--repeat", type=int, default=3, help="of each stack; the least counts (default: 3)")
-    parser.add_argument(
-        "--recipes", nargs="+", choices=(*RECIPES, *PAIRS), help="of the stacks (default: all, without saved_activations)"
-    )
-    parser.add_argument("--restarts", action="store_true", help="stacks cold, in a second process, and with the mega-cache")
+    parser.add_argument("--recipes", nargs="+", choices=(*RECIPES, *PAIRS), help="default: all, without saved_activations")
+    parser.add_argument("--restarts", action="store_true", help="also in a second process, and with the mega-cache")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lowering.trials import libraries_of
 EXPERTS, EXPERT_ROWS = 128, 131072
 GROUPED = {"experts' gate and up": (2048, 1536), "experts' down": (768, 2048)}
 LINEARS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
-_TOKENS = 15872
+TOKENS = 15872
 RECIPES = ("current", "delayed", "blockwise", "rowwise")
 #: dB. One GEMM of E4M3 operands; one with an operand in E5M2 (tests/tolerances.py).
 _OUTPUT_DB, _GRADIENT_DB = 25.0, 20.0
@@ -154,7 +154,7 @@ def run(bench: Bench) -> Iterator[Row]:
     on = device(bench.quick)
     bench.baseline = "bf16 torch.compile"
     bench.notes.append("forward, grad_input and grad_weight, quantization included")
-    tokens, shrink = (64, 64) if bench.quick else (_TOKENS, 1)
+    tokens, shrink = (64, 64) if bench.quick else (TOKENS, 1)
     found: dict[str, Row] = {}
     for name, (inputs, outputs) in LINEARS.items():
         for row in _linear(name, inputs // shrink, outputs // shrink, tokens, on, bench):

@@ -1,7 +1,5 @@
 """A Hopper GPU on paper: its constants, each with its source, and what a kernel's instruction counts say of its time.
 
-What H100 and H200 differ in, memory and the rates of GEMMs, is in `fp8pass/cost/device.py`.
-
 Everything that these functions return is an estimate. It orders kernels and shows what limits them; only a GPU measures them.
 """
 
@@ -10,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fp8pass.cost import H100, H200
-
-#: The GPUs that estimates are made for.
-DEVICES = {"H200": H200, "H100": H100}
+from fp8pass.cost import H200
 
 #: Streaming multiprocessors of an H200 and of an H100 SXM: NVIDIA H100 Tensor Core GPU Architecture, table of its GPUs.
 MULTIPROCESSORS = 132
@@ -30,8 +25,6 @@ FP8_PRODUCTS = 4096
 #: Seconds from a load to its data while memory is busy. An assumption; with the bandwidth above, Little's law asks for some
 #: 26 KB under way in every multiprocessor.
 LATENCY = 800e-9
-#: Seconds from the end of a kernel to the start of the next one in a stream. An assumption.
-LAUNCH = 2e-6
 
 #: CUDA C++ Programming Guide, "Compute Capabilities", 9.0: registers, shared bytes (1 KB of a program's is reserved),
 #: warps and programs of a multiprocessor; schedulers, each of which issues an instruction per clock.

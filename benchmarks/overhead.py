@@ -1,5 +1,5 @@
-"""Host time: of a compiled call over plain torch.compile's, by the number of Parameters, of deciding a GEMM, and of a step
-boundary, with 1000 tensors and by the number of blocks that are compiled one by one."""
+"""Host time: of a compiled call over plain torch.compile's, by the number of Parameters, and of a step boundary, with 1000
+tensors and by the number of blocks that are compiled one by one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-import lowering
 from benchmarks.common import has_gpu, main
 from benchmarks.contestants import steady
 from benchmarks.isolation import Bench, Row
@@ -21,20 +19,13 @@ from fp8pass import fp8_compile, inspect, state
 from fp8pass.api import parts_of
 from fp8pass.runtime.session import Session, end_steps
 from lowering import update_scales
-from lowering.blockwise import gemm
-from lowering.grouped import gemm as grouped_gemm
-from lowering.hardware import triton_available
-from lowering.mxfp8 import gemm as mx_gemm
 
 _ROUNDS = 15
-_NOTHING = "nothing"
 #: Goals that this project has set itself. Over plain torch.compile: of a call in inference without FP8 operations, with state
 #: of delayed scaling and with many Parameters, and of a forward of training with its backward. The last: of a step boundary.
 CALL_GOAL_US, _STATE_GOAL_US, _MANY_GOAL_US, _TRAINING_GOAL_US, _BOUNDARY_GOAL_US = 8.0, 15.0, 25.0, 40.0, 2000.0
 _MANY = 1000
 _NUM_BLOCKS = (1, 16, 64)
-#: Of a blockwise GEMM, over an operation in Python that computes nothing; of others, over torch's per-tensor one.
-_DECISION_GOAL_US = 5.0
 
 
 def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, bench: Bench) -> dict[str, float]:
@@ -72,21 +63,6 @@ def _compared(
         extra, goal = us - times[plain] if plain in times else None, goals.get(name)
         meets = None if goal is None else "yes" if (us if extra is None else extra) <= goal else "no"
         yield {"what": name, "us": us, "over plain us": extra, "goal us": goal, "meets it": meets}
-
-
-def _calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """The cost of our wrapper: the rules keep all in high precision, so that everyone runs the same kernels."""
-    model, x = _model(device), torch.randn(16, 16, device=device)
-    plain = torch.compile(copy.deepcopy(model))
-    name = "fp8_compile, all in high precision"
-    ours = fp8_compile(copy.deepcopy(model), "delayed", rules={"*": None})
-
-    beside = "plain torch.compile, inference"
-    functions = {beside: lambda: plain(x)}
-    with torch.no_grad():
-        if bench(name, lambda: bench.require(torch.equal(plain(x), ours(x)), f"{name}: equal to plain torch.compile")):
-            functions[name] = lambda: ours(x)
-        yield from _compared(functions, repeat, bench, {name: CALL_GOAL_US}, beside)
 
 
 class _Many(nn.Module):
@@ -127,44 +103,48 @@ def _emptied(compiled: Any) -> Any:
     return compiled
 
 
-def _empty_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """The host time of calls, with an empty graph in the place of each compiled one."""
-    x = torch.randn(16, 16, device=device)
-    kinds: list[tuple[str, nn.Module, dict[str, Any], dict[str, float]]] = [
-        ("inference", _model(device), {}, {"delayed": _STATE_GOAL_US, "current": _STATE_GOAL_US}),
-        (f"inference, {_MANY} Parameters", _Many(_MANY).to(device), {"rules": {"*": None}}, {"delayed": _MANY_GOAL_US}),
-        ("forward and backward", _model(device), {"step": "manual"}, dict.fromkeys(("delayed", "current"), _TRAINING_GOAL_US)),
-    ]
-    for what, model, options, goals in kinds:
-        trains = what.startswith("forward")
-        plain = torch.compile(copy.deepcopy(model), backend=lambda graph, examples: _empty)
-        compiled = {f"plain torch.compile, {what}, empty graph": plain}
+def _calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """The wrapper alone: the rules keep all in high precision, so that everyone runs the same kernels."""
+    model, x = _model(device), torch.randn(16, 16, device=device)
+    plain, ours = torch.compile(copy.deepcopy(model)), fp8_compile(copy.deepcopy(model), "delayed", rules={"*": None})
+    beside, name = "plain torch.compile, inference", "fp8_compile, all in high precision"
+    functions: dict[str, Callable[[], Any]] = {beside: lambda: plain(x)}
+    with torch.no_grad():
+        if bench(name, lambda: bench.require(torch.equal(plain(x), ours(x)), f"{name}: equal to plain torch.compile")):
+            functions[name] = lambda: ours(x)
+        yield from _compared(functions, repeat, bench, {name: CALL_GOAL_US}, beside)
 
-        def ready(recipe: str, model: nn.Module, trains: bool, options: dict[str, Any]) -> Any:
-            given = fp8_compile(copy.deepcopy(model), recipe, backend="aot_eager", select="all", **options)
+
+def _empty_calls(
+    what: str, model: nn.Module, options: dict[str, Any], goals: dict[str, float], x: torch.Tensor, repeat: int, bench: Bench
+) -> Iterator[Row]:
+    """The host time of calls, with an empty graph in the place of each compiled one. goals: by recipe."""
+    trains = what.startswith("forward")
+
+    def ready(recipe: str) -> Any:
+        given = fp8_compile(copy.deepcopy(model), recipe, backend="aot_eager", select="all", **options)
+        for _ in range(3):
+            given(x).sum().backward()
+        state(given).step()
+        with torch.set_grad_enabled(trains):
             for _ in range(3):
-                given(x).sum().backward()
-            state(given).step()
-            with torch.set_grad_enabled(trains):
-                for _ in range(3):
-                    given(x)
-            return _emptied(given)
+                given(x)
+        return _emptied(given)
 
-        for recipe in goals:
-            name = f"{recipe}, {what}, empty graph"
-            given = bench(name, ready, recipe, model, trains, options)
-            if given is not None:
-                compiled[name] = given
+    def call(model: Any) -> None:
+        with torch.set_grad_enabled(trains):
+            out = model(x)
+        if trains:
+            out.sum().backward()
 
-        def call(model: Any, trains: bool = trains) -> None:
-            with torch.set_grad_enabled(trains):
-                out = model(x)
-            if trains:
-                out.sum().backward()
-
-        functions = {name: functools.partial(call, given) for name, given in compiled.items()}
-        named = {name: goal for recipe, goal in goals.items() if (name := f"{recipe}, {what}, empty graph") in compiled}
-        yield from _compared(functions, repeat, bench, named, next(iter(functions)))
+    plain = f"plain torch.compile, {what}, empty graph"
+    functions = {plain: functools.partial(call, torch.compile(copy.deepcopy(model), backend=lambda graph, examples: _empty))}
+    for recipe in goals:
+        name = f"{recipe}, {what}, empty graph"
+        given = bench(name, ready, recipe)
+        if given is not None:
+            functions[name] = functools.partial(call, given)
+    yield from _compared(functions, repeat, bench, {f"{r}, {what}, empty graph": goal for r, goal in goals.items()}, plain)
 
 
 def _block_boundaries(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
@@ -215,74 +195,6 @@ def _fp8_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
     yield from _compared(functions, max(1, repeat // 5), bench, {}, f"plain torch.compile, {suffix}")
 
 
-def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """The cost of the checks before a blockwise GEMM, which computes nothing here."""
-    name, plain = "blockwise GEMM, bench and decision", "an operation in Python"
-    quantized = [
-        lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)
-        for n, granularity in ((128, "block_1x128"), (256, "block_128x128"))
-    ]
-    (a, scale_a), (b, scale_b) = quantized
-    how = {"granularity_a": "block_1x128", "granularity_b": "block_128x128", "out_dtype": torch.bfloat16}
-    gemm.IMPLEMENTATIONS[_NOTHING] = gemm.Implementation(lambda given: lambda a, *others: a)
-    library = torch.library.Library("overhead", "DEF")
-    schema = str(torch.ops.lowering.scaled_mm_blockwise.default._schema).partition("(")[2]
-    library.define(f"nothing({schema}")
-    library.impl("nothing", lambda a, *others, **options: a, "CompositeExplicitAutograd")
-    try:
-        functions = {
-            plain: functools.partial(torch.ops.overhead.nothing, a, b.t(), scale_a, scale_b, **how),
-            name: functools.partial(
-                torch.ops.lowering.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING
-            ),
-        }
-        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
-        yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
-    finally:
-        del gemm.IMPLEMENTATIONS[_NOTHING]
-
-
-def _other_gemms(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """The cost of the checks before other GEMMs, which compute nothing here."""
-    if not triton_available():
-        return
-    from lowering import tensor_cores
-
-    (a, b), (line_a, line_b) = _fp8(device, (16, 32), (32, 32)), (torch.ones(n, 1, device=device) for n in (16, 32))
-    experts, bias = _fp8(device, (2, 32, 32))[0], torch.randn(32, device=device).bfloat16()
-    one, ends = torch.ones((), device=device), torch.tensor([8, 16], dtype=torch.int32, device=device)
-    to_bf16 = {"out_dtype": torch.bfloat16}
-    plain = "torch._scaled_mm, without a computation"
-
-    def nothing(a: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
-        return a
-
-    with (
-        mock.patch.object(torch, "_scaled_mm", nothing),
-        mock.patch.object(torch.Tensor, "is_cuda", True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-        mock.patch.object(mx_gemm, "decided", return_value=nothing),
-        mock.patch.object(grouped_gemm, "decided", return_value=("", nothing)),
-    ):
-        functions = {
-            plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, **to_bf16),
-            "per-tensor GEMM": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, **to_bf16),
-            "per-tensor GEMM with a bias": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, bias, **to_bf16),
-            "rowwise GEMM": functools.partial(
-                tensor_cores.scaled_mm_rowwise, a, b.t(), line_a, line_b, **to_bf16, fast_accum=True
-            ),
-            "MXFP8 GEMM": functools.partial(mx_gemm.scaled_mm_mxfp8, a, b.t(), line_a, line_b, **to_bf16),
-            "grouped GEMM": functools.partial(grouped_gemm.scaled_grouped_mm, a, experts.mT, one, one, ends, **to_bf16),
-        }
-        functions = {name if name == plain else f"{name}, decision": each for name, each in functions.items()}
-        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), "other GEMMs: nothing is computed")
-        yield from _compared(functions, repeat, bench, dict.fromkeys(set(functions) - {plain}, _DECISION_GOAL_US), plain)
-
-
-def _fp8(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in shapes]
-
-
 def _boundary(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     count, length = 1000, 1024
     functions: dict[str, Callable[[], Any]] = {}
@@ -314,10 +226,14 @@ def run(bench: Bench) -> Iterator[Row]:
     device = torch.device("cuda" if has_gpu() else "cpu")
     bench.baseline, repeat = "plain torch.compile", 50 if bench.quick else 500
     yield from _calls(device, repeat, bench)
-    yield from _empty_calls(device, repeat, bench)
+    both, trained = (dict.fromkeys(("delayed", "current"), goal) for goal in (_STATE_GOAL_US, _TRAINING_GOAL_US))
+    for what, model, options, goals in (
+        ("inference", _model(device), {}, both),
+        (f"inference, {_MANY} Parameters", _Many(_MANY).to(device), {"rules": {"*": None}}, {"delayed": _MANY_GOAL_US}),
+        ("forward and backward", _model(device), {"step": "manual"}, trained),
+    ):
+        yield from _empty_calls(what, model, options, goals, torch.randn(16, 16, device=device), repeat, bench)
     yield from _fp8_calls(device, repeat, bench)
-    yield from _decisions(device, repeat, bench)
-    yield from _other_gemms(device, repeat, bench)
     yield from _boundary(device, max(5, repeat // 50), bench)
     yield from _block_boundaries(device, max(3, repeat // 100), bench)
 

@@ -18,7 +18,7 @@ import importlib.util
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -64,13 +64,28 @@ def _measured_rows(
             monitor(compiled, every=1)
             return compiled
 
-        moved, usual = megabytes_of(measured), megabytes_of(lambda model: fp8_compile(model, steady(recipe)))
+        moved, usual = megabytes_of(measured), megabytes_of(_ours(recipe))
         bench.require(moved <= MEASURED_STEP * usual, f"{recipe}, a measured step: {moved / usual:.2f} of other steps")
         return {"what": what, "MB": moved, "MB / other steps": moved / usual}
 
     for recipe in recipes:
         what = f"{recipe}, a measured step{suffix}"
         yield from bench.row(what, row, what, recipe)
+
+
+def _beside_bf16(
+    compared: Mapping[str, Any], label: Callable[[str], str], row: Callable[..., Row], bench: Bench, *keys: str
+) -> Iterator[Row]:
+    """A row per contestant, of `row(its label, its name, what it maps to)`, with ratios of these columns to bf16's."""
+    base: Row | None = None
+    for name, given in compared.items():
+        for made in bench.row(label(name), row, label(name), name, given):
+            base = made if name == "bf16" else base
+            yield made | ({} if base is None else {f"{key} / bf16": made[key] / base[key] for key in keys})
+
+
+def _ours(recipe: str) -> Compile:
+    return lambda model: fp8_compile(model, steady(recipe))
 
 
 # -- a Llama block
@@ -105,11 +120,6 @@ def captured_block(compile_model: Compile, tokens: int = TOKENS, gpu: Any = H200
 def traffic_of(compile_model: Compile, tokens: int = TOKENS) -> list[Report]:
     """The generated code of forward and backward, for any way to compile the block."""
     return report(captured_block(compile_model, tokens))
-
-
-def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
-    """The generated code for a recipe of ours; None is plain torch.compile."""
-    return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), tokens)
 
 
 def launched_by(compile_model: Compile, tokens: int = TOKENS, gpu: Any = H200) -> list[tuple[Report, list[Event]]]:
@@ -155,22 +165,16 @@ def block(bench: Bench) -> Iterator[Row]:
     bench.baseline = "bf16"
     bench.notes.append("kernels: every launch besides GEMMs and attention, on a GPU")
 
-    def row(what: str, compile_model: Compile, tokens: int, gpu: Any) -> Row:
-        step = counted(launched_by(compile_model, tokens, gpu))
+    def row(what: str, name: str, given: tuple[Compile, int, Any]) -> Row:
+        step = counted(launched_by(*given))
         bench.require(step.gemms >= 21, f"{what}: {step.gemms} GEMMs and attention kernels in both graphs")
         return {"what": what, "MB": step.megabytes, "kernels": step.launches, "GEMMs": step.gemms}
 
     for tokens in (TOKENS,) if bench.quick else (TOKENS, MANY_ROWS):
-        found = [(name, compiled, H200) for name, compiled in contestants(RECIPES, with_peers=not bench.quick).items()]
+        found = {name: (each, tokens, H200) for name, each in contestants(RECIPES, with_peers=not bench.quick).items()}
         if tokens == TOKENS and not bench.quick:
-            for name, (recipe, gpu) in OTHER_GPUS.items():
-                found.append((name, lambda model, recipe=recipe: fp8_compile(model, steady(recipe)), gpu))  # type: ignore[misc]
-        base = None
-        for name, compile_model, gpu in found:
-            what = f"{name}, {tokens} rows"
-            for made in bench.row(what, row, what, compile_model, tokens, gpu):
-                base = made["MB"] if name == "bf16" else base
-                yield made if base is None else {**made, "MB / bf16": made["MB"] / base}
+            found |= {name: (_ours(recipe), tokens, gpu) for name, (recipe, gpu) in OTHER_GPUS.items()}
+        yield from _beside_bf16(found, lambda name, tokens=tokens: f"{name}, {tokens} rows", row, bench, "MB")  # type: ignore[misc]
     if not bench.quick:
         yield from _measured_rows(RECIPES, f", {TOKENS} rows", lambda compiled: megabytes(traffic_of(compiled)), bench)
 
@@ -471,29 +475,19 @@ def experts(bench: Bench) -> Iterator[Row]:
         "torchao's groups must be multiples of 16, which is not counted; a two-pass kernel counts what it reads once",
     ]
     ours = RECIPES[:1] if bench.quick else ("delayed", "current", "rowwise", "blockwise")
-    found: dict[str, Compile] = {"bf16": torch.compile}
-    found |= {recipe: lambda model, recipe=recipe: fp8_compile(model, steady(recipe)) for recipe in ours}  # type: ignore[misc]
+    found: dict[str, Compile] = {"bf16": torch.compile} | {recipe: _ours(recipe) for recipe in ours}
     if has_torchao() and not bench.quick:
         found["torchao rowwise"] = torch.compile
 
-    def moved(name: str, compile_model: Compile) -> ExpertTraffic:
+    def row(what: str, name: str, compile_model: Compile) -> Row:
         with torchao_rowwise() if name.startswith("torchao") else contextlib.nullcontext():
             traffic = expert_traffic(reports_of_experts(compile_model, tokens))
         bench.require(traffic.gemms == EXPERT_GEMMS, f"{name}: {traffic.gemms} GEMMs")
-        return traffic
+        moved = {"MB": traffic.num_bytes, "MB weights": traffic.weight_bytes, "MB without weights": traffic.other_bytes}
+        counts = {"kernels": traffic.kernels, "GEMMs": traffic.gemms}
+        return {"what": what} | {key: num_bytes / 1e6 for key, num_bytes in moved.items()} | counts
 
-    base: ExpertTraffic | None = None
-    for name, compile_model in found.items():
-        traffic = bench(name, moved, name, compile_model)
-        if traffic is None:
-            continue
-        base = traffic if name == "bf16" else base
-        row = {"what": name, "MB": traffic.num_bytes / 1e6, "MB weights": traffic.weight_bytes / 1e6}
-        row |= {"kernels": traffic.kernels, "GEMMs": traffic.gemms}
-        if base is not None:
-            row |= {"MB / bf16": traffic.num_bytes / base.num_bytes}
-            row |= {"without weights / bf16": traffic.other_bytes / base.other_bytes}
-        yield row
+    yield from _beside_bf16(found, str, row, bench, "MB", "MB without weights")
     if not bench.quick:  # MXFP8's grouped GEMMs have no kernel yet; its casts are counted
         yield from _measured_rows(
             (*ours, "mxfp8"), "", lambda compiled: expert_traffic(reports_of_experts(compiled, tokens)).num_bytes / 1e6, bench
@@ -528,25 +522,21 @@ def kernels(bench: Bench) -> Iterator[Row]:
     bench.baseline = "bf16"
     bench.notes.append(f"layers are of dim, ffn, tokens {TINY}; hand-written kernels are launches, but no distinct kernels")
 
-    def row(what: str, layers: int, name: str, compile_model: Compile) -> Row:
-        forward, backward = reports_of_stack(compile_model, layers, (dim, ffn, dim // 64, tokens))
-        launches = [kernel for graph in (forward, backward) for kernel in graph.kernels]
-        gemms = [kernel.name for kernel in launches if kernel.is_gemm and "attention" not in kernel.name]
-        in_fp8 = sum("scaled_mm" in gemm for gemm in gemms)
-        expected = 21 * layers, 0 if name == "bf16" else 21 * layers
-        text = f"{layers} layers, {name}: {len(gemms)} GEMMs in both graphs, {in_fp8} in FP8"
-        bench.require((len(gemms), in_fp8) == expected, text)
-        counts = {"forward": distinct(forward.code), "backward": distinct(backward.code)}
-        others = sum(not kernel.is_gemm for kernel in launches)
-        return {"what": what, **counts, "kernels": sum(counts.values()), "launches": others}
-
     for layers in (2, 3) if bench.quick else LAYERS:
-        base = None
-        for name, compile_model in contestants(("delayed",) if bench.quick else RECIPES, with_peers=False).items():
-            what = f"{layers} layers {name}"
-            for made in bench.row(what, row, what, layers, name, compile_model):
-                base = made["kernels"] if name == "bf16" else base
-                yield made if base is None else {**made, "kernels / bf16": made["kernels"] / base}
+
+        def row(what: str, name: str, compile_model: Compile, layers: int = layers) -> Row:
+            forward, backward = reports_of_stack(compile_model, layers, (dim, ffn, dim // 64, tokens))
+            launches = [kernel for graph in (forward, backward) for kernel in graph.kernels]
+            gemms = [kernel.name for kernel in launches if kernel.is_gemm and "attention" not in kernel.name]
+            in_fp8 = sum("scaled_mm" in gemm for gemm in gemms)
+            expected = 21 * layers, 0 if name == "bf16" else 21 * layers
+            bench.require((len(gemms), in_fp8) == expected, f"{what}: {len(gemms)} GEMMs in both graphs, {in_fp8} in FP8")
+            counts = {"forward": distinct(forward.code), "backward": distinct(backward.code)}
+            others = sum(not kernel.is_gemm for kernel in launches)
+            return {"what": what, **counts, "kernels": sum(counts.values()), "launches": others}
+
+        found = contestants(("delayed",) if bench.quick else RECIPES, with_peers=False)
+        yield from _beside_bf16(found, lambda name, n=layers: f"{n} layers {name}", row, bench, "kernels")  # type: ignore[misc]
 
 
 PARTS = {"block": block, "weights": weights, "graphs": graphs, "experts": experts, "kernels": kernels}

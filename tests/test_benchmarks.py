@@ -1,30 +1,51 @@
-"""The benchmarks themselves: gates that can fail, turns, records that are written row by row, verdicts, and the dry run."""
+"""What every benchmark relies on: gates that fail, failures that cost one row, records, turns and clocks."""
 
 import contextlib
 import copy
-import importlib.util
+import datetime
 import json
 import os
 import re
 import shutil
-import signal
+import stat
 import subprocess
 import sys
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import common, compare_with_estimates, gpu, h100_model, kernel_cost, preflight, processes
-from benchmarks.common import run_and_report
+from benchmarks import (  # fmt: skip
+    accuracy,
+    casts,
+    common,
+    compile_time,
+    contestants,
+    correctness,
+    gemm_layer,
+    gpu_clocks,
+    isolation,
+    overhead,
+    timing,
+    traffic,
+    train_step,
+    tune,
+)
 from benchmarks.correctness import Step, require_fp8, require_step, run_step
 from benchmarks.isolation import Bench
 from fp8pass import fp8_compile
+from lowering import hardware
 from tests.support.models import LlamaBlock
 
-ROOT = Path(__file__).parents[1]
 BOUNDS = {"output_db": 18.0, "gradient_db": 12.0}
+CPU = torch.device("cpu")
+BROKEN = "RuntimeError: broken on purpose"
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("broken on purpose\n")
+
+
+# -- gates
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +58,6 @@ def step():
     return model, x, dy, run_step(model, x, dy)
 
 
-# -- gates
-
-
 def test_what_is_right_passes(step):
     model, x, dy, expected = step
     compiled = fp8_compile(copy.deepcopy(model), "current", backend="aot_eager")
@@ -50,20 +68,29 @@ def test_what_is_right_passes(step):
     assert all(p.grad is None for p in (x, *model.parameters(), *compiled.parameters()))
 
 
-def test_the_input_is_no_output(step):
-    """With the residual it would score more than the bound."""
-    _, x, dy, expected = step
-    found = Step(x.detach().clone(), expected.gradients)
-    with pytest.raises(AssertionError, match="output less its residual"):
-        require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
+def changed(name, value):
+    """The gradient of `name` is `value` of it."""
+    return lambda gradients, dy: {**gradients, name: value(gradients[name], dy)}
 
 
-def test_the_gradient_of_the_output_is_none_of_the_input(step):
-    """A backward that computed nothing is refused in the same way."""
+#: The gradients that are found instead; None: the right ones, with the input as the output. And what the error says.
+_WRONG = [
+    (None, "output less its residual"),  # which would score more than the bound with the residual
+    (changed("x", lambda gradient, dy: dy.clone()), r"SQNR of gradients.*\(x\)"),  # of a backward that computes nothing
+    (lambda gradients, dy: {k: g for k, g in gradients.items() if k != "gate.weight"}, "gradients of 10 tensors"),
+    *(
+        (changed(name, value), f"SQNR of gradients.*{name}")
+        for name in ("x", "down.weight", "attn_norm.weight")
+        for value in (lambda gradient, dy: -gradient, lambda gradient, dy: torch.full_like(gradient, torch.nan))
+    ),
+]
+
+
+@pytest.mark.parametrize(("gradients", "match"), _WRONG)
+def test_a_wrong_step_is_not_timed(step, gradients, match):
     _, x, dy, expected = step
-    found = Step(expected.output, {**expected.gradients, "x": dy.clone()})
-    require_step("block", expected, found, Bench(), **BOUNDS)
-    with pytest.raises(AssertionError, match=r"SQNR of gradients.*\(x\)"):
+    found = Step(expected.output, gradients(expected.gradients, dy)) if gradients else Step(x.detach(), expected.gradients)
+    with pytest.raises(AssertionError, match=match):
         require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
 
 
@@ -84,20 +111,241 @@ def test_a_model_in_high_precision_is_not_timed_as_fp8(step):
         require_fp8("block", compiled, 21, Bench())
 
 
-@pytest.mark.parametrize("wrong", ["x", "down.weight", "attn_norm.weight"])
-def test_one_wrong_gradient_is_enough(step, wrong):
-    _, x, dy, expected = step
-    for value in (-expected.gradients[wrong], torch.full_like(expected.gradients[wrong], torch.nan)):
-        found = Step(expected.output, {**expected.gradients, wrong: value})
-        with pytest.raises(AssertionError, match=f"SQNR of gradients.*{wrong}"):
-            require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
+# -- one failure costs one row
 
 
-def test_a_missing_gradient(step):
-    _, x, dy, expected = step
-    found = Step(expected.output, {k: v for k, v in expected.gradients.items() if k != "gate.weight"})
-    with pytest.raises(AssertionError, match="gradients of 10 tensors"):
-        require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
+def rows_of(module, folder, monkeypatch, *options):
+    """Run a benchmark as its command line does; its rows by name and its failures, after it has exited with 1."""
+    name = module.__name__.rpartition(".")[2]
+    run, add_options = getattr(module, "PARTS", None) or module.run, getattr(module, "_options", None)
+    monkeypatch.setattr(sys, "argv", [name, "--quick", "--out", str(folder), *options])
+    with pytest.raises(SystemExit) as exited:
+        common.main(name, run, add_options)
+    assert exited.value.code == 1
+    (path,) = folder.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["is_complete"]
+    rows = {row["what"]: row for row in record["rows"]}
+    return rows, {what: row["failed"] for what, row in rows.items() if "failed" in row}
+
+
+def break_recipe(module, monkeypatch, broken_one):
+    """The module's `fp8_compile` raises for one recipe."""
+    real = module.fp8_compile
+    monkeypatch.setattr(
+        module, "fp8_compile", lambda model, recipe, **o: broken() if recipe == broken_one else real(model, recipe, **o)
+    )
+
+
+@pytest.fixture
+def no_code_generation(monkeypatch):
+    plain, real = torch.compile, contestants.fp8_compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **options: plain(f, **{"backend": "aot_eager", **options}))
+    monkeypatch.setattr(contestants, "fp8_compile", lambda *args, mode, **options: real(*args, backend="aot_eager", **options))
+    monkeypatch.setattr(train_step, "RECIPES", ("delayed", "current"))
+
+
+@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.parametrize("fault", ["compiling", "numbers", "timing"])
+def test_train_step(fault, tmp_path, monkeypatch):
+    """A contestant that does not compile; a baseline whose numbers are wrong, which nothing is compared with then; a step that
+    raises once it is timed."""
+    real_gate, real_step, steps = correctness.require_step, train_step.step_of, []
+
+    def gate(what, expected, found, *args, **kwargs):
+        output = -found.output if what == "tiny 64 bf16" else found.output
+        real_gate(what, expected, Step(output, found.gradients), *args, **kwargs)
+
+    def step_of(compiled, x, dy):
+        steps.append(real_step(compiled, x, dy))
+        return broken if len(steps) == 2 else steps[-1]
+
+    if fault == "compiling":
+        break_recipe(contestants, monkeypatch, "current")
+    elif fault == "numbers":
+        monkeypatch.setattr(correctness, "require_step", gate)
+    else:
+        monkeypatch.setattr(train_step, "step_of", step_of)
+    rows, failed = rows_of(train_step, tmp_path, monkeypatch, "--tokens", "64")
+    assert rows.keys() == {
+        f"tiny 64 {name}{graph}" for name in ("bf16", "delayed", "current") for graph in ("", ", CUDA graph")
+    }
+    if fault == "compiling":
+        assert failed == {"tiny 64 current": BROKEN, "tiny 64 current, CUDA graph": BROKEN}
+        assert rows["tiny 64 delayed"]["speed-up"] > 0
+        assert rows["tiny 64 delayed"]["saved / bf16"] > 0
+    elif fault == "numbers":
+        ((what, text),) = failed.items()
+        assert what == "tiny 64 bf16"
+        assert text.startswith("AssertionError: not correct, so not timed: tiny 64 bf16: SQNR of the output")
+        assert "speed-up" not in rows["tiny 64 delayed"]
+        assert rows["tiny 64 delayed, CUDA graph"]["speed-up"] > 0
+    else:
+        assert failed == {"tiny 64 delayed": BROKEN}
+
+
+def test_gemm_layer_of_which_one_linear_fails(tmp_path, monkeypatch):
+    """A contestant that did not run every linear has no sum."""
+    monkeypatch.setattr(gemm_layer, "RECIPES", ("delayed",))
+    monkeypatch.setattr(gemm_layer, "GROUPED", {})
+    real = gemm_layer._prequantized
+    monkeypatch.setattr(gemm_layer, "_prequantized", lambda what, *rest: broken() if what == "up" else real(what, *rest))
+    rows, failed = rows_of(gemm_layer, tmp_path, monkeypatch)
+    assert failed == {"up 64->256, pre-quantized": BROKEN}
+    assert {"delayed ms", "delayed graph ms", "bf16 ms", "pre-quantized ms"} <= rows["down 256->64"].keys()
+    assert "pre-quantized ms" not in rows["sum"]
+    assert rows["speed-up"]["bf16 ms"] == rows["speed-up"]["bf16 graph back-to-back ms"] == 1
+    assert rows["speed-up"]["delayed ms"] > 0
+
+
+def test_tune(tmp_path, monkeypatch):
+    """One way to compute a GEMM, which leaves the other, and one of which nothing can be made."""
+    real_gate, real_make = Bench.require, tune._implementation
+
+    def gate(bench, condition, text):
+        return real_gate(bench, condition and not text.startswith("qkv grad_input, fast"), text)
+
+    monkeypatch.setattr(Bench, "require", gate)
+    monkeypatch.setattr(tune, "_implementation", lambda name, *r: broken() if name == "up output" else real_make(name, *r))
+    rows, failed = rows_of(tune, tmp_path, monkeypatch)
+    assert failed.keys() == {"per tensor, qkv grad_input 64x64x192, fast", "blockwise, up output"}
+    assert len(rows) - len(failed) == 12 + 11 + 2
+    assert "accurate ms" in rows["per tensor, qkv grad_input 64x64x192"]
+    assert "fast ms" not in rows["per tensor, qkv grad_input 64x64x192"]
+
+
+def test_overhead(tmp_path, monkeypatch):
+    break_recipe(overhead, monkeypatch, "current")
+    monkeypatch.setattr(overhead, "_ROUNDS", 2)
+    rows, failed = rows_of(overhead, tmp_path, monkeypatch)
+    kinds = ("forward of a training step", "inference, empty graph", "forward and backward, empty graph")
+    assert failed == {f"current, {what}": BROKEN for what in kinds}
+    assert {f"delayed, {what}" for what in kinds} <= rows.keys()
+    assert any(what.startswith("step boundary, 64 blocks") for what in rows), "what comes last"
+
+
+def test_compile_time(tmp_path, monkeypatch):
+    """Every measurement is written before the next begins: what is interrupted has its rows, of the least so far."""
+    seconds = {"cold": iter((3.0, 2.0)), "warm": iter((0.5, 0.25)), "mega-cache": iter((0.75, 0.5))}
+    known = []
+
+    def run(name, blocks, cache, artifacts):
+        known.append({row["what"]: row for path in tmp_path.glob("*.json") for row in json.loads(path.read_text())["rows"]})
+        if name == "current":
+            broken()
+        if name != "delayed":
+            return {"cpu": 1.0, "finite": name == "bf16"}
+        kind = "cold" if artifacts and cache.endswith("cache") else "mega-cache" if artifacts else "warm"
+        return {"cpu": next(seconds[kind]), "finite": True}
+
+    monkeypatch.setattr(compile_time, "_run", run)
+    monkeypatch.setattr(compile_time, "has_torchao", lambda: False)
+    recipes = ["delayed", "current", "mxfp8"]
+    path = common.run_and_report("compile_time", lambda bench: compile_time.run(bench, [4], 2, recipes, True), False, tmp_path)
+    rows = {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+    unfinished = "AssertionError: not correct, so not timed: 4 blocks, mxfp8: output is finite"
+    failed = {what: row["failed"] for what, row in rows.items() if "failed" in row}
+    assert failed == {"4 blocks current": BROKEN, "4 blocks mxfp8": unfinished}
+    assert [rows["4 blocks delayed"][f"{kind} / bf16"] for kind in seconds] == [2.0, 0.25, 0.5]
+    assert [len(written) for written in known] == [0] * 3 + [1] * 3 + [2, 3] + [4] * 6
+    assert known[9]["4 blocks delayed"]["cold CPU s"] == 3.0
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+def test_traffic(tmp_path, monkeypatch):
+    """Without the baseline there is no ratio to it."""
+    real = traffic.contestants
+    monkeypatch.setattr(traffic, "contestants", lambda *a, **k: {"bf16": broken, "current": real(*a, **k)["current"]})
+    rows, failed = rows_of(traffic, tmp_path, monkeypatch, "--what", "block")
+    assert failed == {"bf16, 2048 rows": BROKEN}
+    assert rows["current, 2048 rows"]["MB"] > 0
+    assert "MB / bf16" not in rows["current, 2048 rows"]
+
+
+def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
+    """A benchmark is skipped where none of its parts can run."""
+
+    def skipped(bench):
+        raise common.SkipBenchmark("needs a wheel")
+
+    monkeypatch.setattr(sys, "argv", ["traffic", "--quick", "--out", str(tmp_path)])
+    common.main("traffic", {"one": skipped, "two": lambda bench: [{"what": "a", "MB": 1.0}]})
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"traffic-two-{Bench().where}-quick.json"]
+    assert "traffic of one: skipped, needs a wheel" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exited:
+        common.main("traffic", {"one": skipped})
+    assert exited.value.code == common.SKIPPED
+
+
+def test_accuracy_keeps_rows_of_earlier_runs(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    break_recipe(accuracy, monkeypatch, "current")
+    monkeypatch.setattr(accuracy, "_SIZES", {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 2})
+    for seed in ("0", "1"):
+        options = ("--what", "defaults", "--recipes", "delayed", "current", "--seeds", seed)
+        rows, failed = rows_of(accuracy, tmp_path, monkeypatch, *options)
+    assert failed.keys() == {f"current, 3 steps, seed {seed}, lr 0.001" for seed in (0, 1)}
+    for seed in (0, 1):
+        row = rows[f"delayed, 3 steps, seed {seed}, lr 0.001"]
+        assert 0 < abs(row["difference %"]) < 1
+        assert f" --seeds {seed} " in row["command"]
+
+
+def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeypatch):
+    """Failures are left out there, and what has its row is not measured again."""
+    monkeypatch.setattr(casts, "_by_importance", lambda kernels: dict(list(kernels.items())[:4]))
+    spoilt, measured, again = [], [], []
+    real = casts.NAMESPACE.operations["cast"].reference
+
+    def reference(xs, scales, dtype, **how):
+        measured.append((len(xs), how.get("rowwise", True), how.get("columnwise", False)))
+        if how.get("rowwise") is False and len(xs) == 1 and not spoilt:
+            spoilt.append("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(spoilt[0])
+        return real(xs, scales, dtype, **how)
+
+    def execv(program, arguments):
+        assert program == sys.executable
+        again.append(arguments)
+        raise SystemExit("replaced")
+
+    monkeypatch.setattr(casts.NAMESPACE.operations["cast"], "reference", reference)
+    monkeypatch.setattr(isolation, "cuda_error", lambda: spoilt[-1] if spoilt else None)
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "argv", ["casts", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="replaced"):
+        common.main("casts", casts.run)
+    assert again == [[sys.executable, "-m", "benchmarks.casts", "--quick", "--out", str(tmp_path), "--resume"]]
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    names = [
+        f"{name} 256x256" for name in ("cast e4m3", "cast columnwise e4m3", "cast_transpose e4m3", "multi_cast rowwise e4m3")
+    ]
+    assert ([row["what"] for row in record["rows"]], record["is_complete"]) == (names[:2], False)
+    first = record["rows"][0]
+    # The process that goes on.
+    monkeypatch.setattr(isolation, "cuda_error", lambda: None)
+    measured.clear()
+    rows, failed = rows_of(casts, tmp_path, monkeypatch, "--resume")
+    assert list(rows) == names
+    assert rows[names[0]] == first, "not measured again"
+    assert failed == {names[1]: f"RuntimeError: {spoilt[0]}"}
+    assert set(measured) == {(1, True, True), (2, True, False)}, "the two that are left"
+
+
+def test_a_cast_that_differs_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(casts, "_by_importance", lambda kernels: {"amax": kernels["amax"], "cast e4m3": kernels["cast e4m3"]})
+    same = iter([True, False])
+    monkeypatch.setattr(casts, "_same", lambda *results: next(same))
+    rows, failed = rows_of(casts, tmp_path, monkeypatch)
+    assert failed.keys() == {"cast e4m3 256x256"}
+    assert failed["cast e4m3 256x256"].startswith("AssertionError: not correct, so not timed")
+    assert rows["amax 256x256"]["of copy"] > 0
+
+
+def test_errors_in_words():
+    assert isolation.in_words(ValueError("first\n\n  second\nthird\nfourth")) == "ValueError: first | second | third"
+    assert isolation.in_words(AssertionError()) == "AssertionError"
 
 
 # -- records
@@ -106,10 +354,8 @@ def test_a_missing_gradient(step):
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_results_name_the_commit(tmp_path):
     def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(
-            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True
-        ).stdout.strip()
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     assert common.commit_of(tmp_path) is None
     git("init")
@@ -124,7 +370,8 @@ def test_results_name_the_commit(tmp_path):
     assert common.commit_of(tmp_path).endswith("-dirty")
 
 
-def test_rows_are_written_as_they_are_made(tmp_path):
+@pytest.mark.parametrize("fails", [True, False])
+def test_rows_are_written_as_they_are_made(tmp_path, fails):
     def rows():
         yield {"what": "first", "ms": 1.0}
         (path,) = tmp_path.glob("*.json")
@@ -134,262 +381,102 @@ def test_rows_are_written_as_they_are_made(tmp_path):
         if fails:
             raise RuntimeError("the machine went away")
 
-    for fails in (True, False):
-        try:
-            run_and_report("casts", lambda bench: rows(), True, tmp_path)
-        except RuntimeError:
-            assert fails
-        (path,) = tmp_path.glob("*.json")
-        record = json.loads(path.read_text())
-        assert [row["what"] for row in record["rows"]] == ["first", "second"]
-        assert record["is_complete"] is not fails
-        path.unlink()
-
-
-# -- make gpu
-
-
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """Estimates, and results of a GPU."""
-    results, out = tmp_path / "results", tmp_path / "out"
-    results.mkdir()
-    out.mkdir()
-    monkeypatch.setattr(compare_with_estimates, "RESULTS", results)
-    for triton, low in (("3.6.0", 9.0), ("3.7.1", 1.5)):
-        estimate = {"what": "12 GEMMs delayed", "speed-up, low": low, "speed-up, high": 1.6}
-        h100 = {**estimate, "what": "12 GEMMs delayed, H100", "speed-up, low": low - 0.2}
-        rows = [estimate, h100, {**estimate, "what": "8B block current"}, {**estimate, "what": "8B-wide block current"}]
-        (results / f"layer_cost-triton-{triton}.json").write_text(json.dumps({"rows": rows}))
-    return results, out
-
-
-def write(path, rows, device="NVIDIA H200"):
-    path.write_text(json.dumps({"machine": {"device": device}, "rows": rows}))
-
-
-NAMES = {"gemm_layer", "train_step", "casts"}
-
-
-def test_verdicts(folders):
-    _, out = folders
-    assert compare_with_estimates.verdicts(out, NAMES) == ([], [])
-    write(out / "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.55}])
-    write(
-        out / "train_step-gpu.json", [{"what": "8B 16384 current", "speed-up": 1.4}, {"what": "8B 16384 bf16", "failed": "x"}]
-    )
-    found, unjudged = compare_with_estimates.verdicts(out, NAMES)
-    assert {v.what: (v.measured, v.passes) for v in found} == {
-        "speed-up of 12 GEMMs, delayed": (1.55, True),
-        "speed-up of the 8B block, current": (1.4, False),
-    }
-    assert unjudged == ["casts: no copy was measured on the NVIDIA H200"]
-
-
-@pytest.mark.parametrize(
-    ("device", "copied", "low", "why"),
-    [
-        ("NVIDIA H200", 4.2, 1.5, None),
-        ("NVIDIA H200", None, 1.5, None),
-        ("NVIDIA H100 80GB HBM3", 2.9, 1.3, None),
-        (
-            "NVIDIA H100 80GB HBM3",
-            4.3,
-            None,
-            "copies at 4.30 TB/s, and the estimates are for a NVIDIA H100 that copies at 2.75",
-        ),
-        ("NVIDIA B200", 6.9, None, "there are no estimates for the NVIDIA B200"),
-    ],
-)
-def test_a_gpu_is_judged_by_its_own_estimates(folders, device, copied, low, why):
-    _, out = folders
-    write(out / "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.4}], device)
-    copy = {"case": "copy"} | ({} if copied is None else {"TB/s": copied})
-    (out / "part0.jsonl").write_text(
-        json.dumps({"status": "run", "machine": {"device": device}}) + "\n" + json.dumps(copy) + "\n"
-    )
-    found, unjudged = compare_with_estimates.verdicts(out, {"gemm_layer"})
-    assert [v.low for v in found] == ([] if low is None else [low])
-    assert [why in text for text in unjudged] == ([] if why is None else [True])
-
-
-def test_casts_are_judged_by_the_copy_of_the_machine(folders):
-    """An instruction-bound cast keeps up with a slower memory."""
-    results, out = folders
-    program = h100_model.Program(registers=40, shared=8192, warps=8, instructions=700, load_bytes=16384, store_bytes=16384)
-    write(results / "kernel_cost-triton-3.6.0.json", [kernel_cost._row("cast_transpose e4m3", program)])
-    shares = {}
-    for bandwidth in (2.75e12, 4.3e12):
-        rows = [
-            {"what": f"cast_transpose e4m3 {size}", "of copy": s, "one kernel": alone, "copy GB/s": bandwidth / 1e9}
-            for size, s, alone in (("1x1", 0.5, "yes"), ("9x9", 0.75, "yes"), ("9x8", 0.9, "no"))
-        ]
-        write(out / "casts-gpu.json", [*rows, {"what": "cast e4m3 9x9", "failed": "RuntimeError"}])
-        ((verdict,), unjudged) = compare_with_estimates.verdicts(out, {"casts"})
-        assert (verdict.what, verdict.measured, unjudged) == ("share of copy speed, cast_transpose e4m3", 0.75, [])
-        shares[bandwidth] = verdict.high
-        assert verdict.high == pytest.approx(h100_model.share_of_copy(program, bandwidth))
-    assert shares[2.75e12] > shares[4.3e12]
-
-
-def test_every_estimate_of_a_kernel_has_a_figure_to_be_compared_with():
-    """By name: a cast without a verdict would pass whatever it takes."""
-    kernels = kernel_cost.hand_written(torch.empty(256, 256, dtype=torch.bfloat16))
-    alone = {name for name, kernel in kernels.items() if kernel.position == 0 and "batch both" not in name}
-    estimates = {name for name in compare_with_estimates._estimates("kernel_cost") if name in kernels}
-    assert len(alone) > 60
-    assert alone <= estimates
-    rows = {f"{name} 256x256": {"what": f"{name} 256x256", "of copy": 0.5, "one kernel": "yes"} for name in alone}
-    machine = compare_with_estimates.Machine(None, "a GPU", 4e12)
-    with mock.patch.object(compare_with_estimates, "_rows", lambda path: rows if "casts" in path.name else estimates_of(path)):
-        found = {v.what.removeprefix("share of copy speed, ") for v in compare_with_estimates._casts(Path(), machine)}
-    assert found == alone
-
-
-def estimates_of(path: Path) -> dict[str, dict]:
-    return {row["what"]: row for row in json.loads(path.read_text())["rows"]}
-
-
-def test_all_parts_run_once():
-    assert sorted(gpu.ORDER) == sorted(gpu.PARTS)
-    assert gpu.ORDER[0] == 0
-
-
-def test_parts_name_files_and_benchmarks_that_exist():
-    for part in gpu.PARTS.values():
-        for command in (*part.commands, *part.dry):
-            paths = [word.removeprefix("--ignore=") for word in command if "tests" in word]
-            assert all((ROOT / path).exists() for path in paths), command
-            if command[1].startswith("benchmarks."):
-                assert importlib.util.find_spec(command[1]) is not None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-def test_a_dry_part_ends_with_what_is_missing(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "3", "--cpu", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = (tmp_path / "gpu-part3-dry.md").read_text()
-    assert f"part 3, casts: `python3 -m benchmarks.casts --out {tmp_path}`" in report
-    assert report.index("Missing here:") < report.index("a CUDA device with FP8 tensor cores")
-    assert "| 3 | `python3 -m benchmarks.casts --quick" in report
-    assert "wrote " in (tmp_path / "part3.log").read_text()
-    assert json.loads((tmp_path / "casts-cpu-quick.json").read_text())["is_complete"]
-    command.remove("--cpu")
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert refused.returncode != 0
-    assert "make gpu DRY=1" in refused.stderr
-    record = json.loads((tmp_path / "gpu-part3-dry.json").read_text())
-    assert "benchmarks.gpu --part 3 --cpu" in record["command"]
-
-
-#: Starts a process of its own session, as Inductor starts its compilers, which starts one more; both sleep.
-_SLEEPERS = """
-import subprocess, sys, time
-inner = "import subprocess, sys, time  # {mark}\\n"
-inner += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)  # {mark}'])\\ntime.sleep(300)"
-subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
-print("begun", flush=True)
-time.sleep(300)
-"""
-
-
-def test_a_part_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
-    mark = f"mark-{tmp_path.name}"
-    slow = gpu.Part("slow", (("-c", _SLEEPERS.replace("{mark}", mark)),), ())
-    monkeypatch.setattr(gpu, "PARTS", {1: slow})
-    monkeypatch.setattr(gpu, "LIMIT", 5)
-    monkeypatch.setattr(gpu, "_complete", lambda command, *rest: [sys.executable, *command])
-    (record,) = gpu.run_part(1, False, tmp_path)
-    assert record["status"] == "stopped after 5 s of its part"
-    assert "begun" in (tmp_path / "part1.log").read_text()
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in read(path)]
-    assert left == []
-    text = gpu.summary(
-        [record],
-        [compare_with_estimates.Verdict("a", 1.0, 2.0, 3.0)],
-        [preflight.Lack("a GPU", "no kernel runs")],
-        False,
-        tmp_path,
-        ["b: broken"],
-        ["c: why"],
-    )
-    places = [text.index(part) for part in ("stopped after", "Missing here", "b: broken", "c: why", "**fail**")]
-    assert places == sorted(places), "verdicts come last"
-
-
-def read(path):
-    try:
-        return path.read_text()
-    except OSError:  # it is over
-        return ""
-
-
-def test_what_outlives_a_command_is_not_waited_for(tmp_path):
-    """A process in a session of its own, which holds the command's output: it would hold up all parts behind it."""
-    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-    command = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        assert processes.run([sys.executable, "-c", command + "; import time; time.sleep(1)"], file, 60) == 0
-    process = int(log.read_text())
-    assert Path(f"/proc/{process}").exists(), "it was not waited for"
-    os.kill(process, signal.SIGKILL)
-
-
-def test_sigterm_ends_what_was_started(tmp_path):
-    """It is in a session of its own, and would keep the GPU busy."""
-    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-    script = "import pathlib, sys; from benchmarks import processes; processes.raise_on_sigterm(); "
-    script += f"processes.run([sys.executable, '-c', {sleeper!r}], pathlib.Path({str(tmp_path / 'log')!r}).open('wb'), 300)"
-    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    process = int(run.stdout.readline())
-    run.terminate()
-    run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{process}").exists()
-
-
-def test_a_run_that_is_cut_short_has_the_report_of_the_parts_before(tmp_path, monkeypatch):
-    def run_part(number, dry, out, groups):
-        if number == gpu.ORDER[1]:
-            raise KeyboardInterrupt
-        return [{"part": number, "command": "first", "status": 0, "seconds": 1.0}]
-
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--out", str(tmp_path)])
-    with pytest.raises(KeyboardInterrupt):
-        gpu.main()
-    assert "| 0 | `first` | 0 | 1.0 |" in (tmp_path / "gpu-dry.md").read_text()
-
-
-def test_tests_leave_a_log_and_a_junit_file(tmp_path, monkeypatch):
-    command = gpu._complete(gpu.PARTS[1].commands[0], tmp_path, "part1", ())
-    assert f"--junitxml={tmp_path / 'part1.xml'}" in command
-    tests = tmp_path / "test_one.py"
-    tests.write_text("def test_right():\n    print('seen')\n\ndef test_wrong():\n    assert False\n")
-    find_spec = importlib.util.find_spec
-    ours = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", str(tests))
-    monkeypatch.setattr(gpu, "PARTS", {1: gpu.Part("tests", (ours,), ())})
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name))
-    (record,) = gpu.run_part(1, False, tmp_path)
-    assert record["status"] == 1
-    assert 'failures="1"' in (tmp_path / "part1.xml").read_text()
-    assert "1 failed, 1 passed" in (tmp_path / "part1.log").read_text()
-
-
-def test_contestants_that_failed_are_named_in_the_summary(tmp_path):
-    write(tmp_path / "casts-gpu.json", [{"what": "a", "failed": "RuntimeError: x"}, {"what": "b", "ms": 1.0}])
-    assert gpu._failed(tmp_path, ["casts"], 0.0) == ["casts-gpu: a: RuntimeError: x"]
-    assert gpu._failed(tmp_path, ["casts"], 1e12) == [], "of another run"
+    with pytest.raises(RuntimeError, match="went away") if fails else contextlib.nullcontext():
+        common.run_and_report("casts", lambda bench: rows(), True, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert ([row["what"] for row in record["rows"]], record["is_complete"]) == (["first", "second"], not fails)
 
 
 def test_tables_are_not_cut(tmp_path, capsys):
     row = {"what": "x" * 50} | {f"a column of some width {i}": 1234.5 for i in range(30)}
-    run_and_report("casts", lambda bench: [row], True, tmp_path)
+    common.run_and_report("casts", lambda bench: [row], True, tmp_path)
     printed = capsys.readouterr().out
     assert "x" * 50 in printed
     titles, rule, cells = printed.splitlines()[1:4]
     assert re.findall(r"a column of some width (\d+)\b", titles) == [str(i) for i in range(30)]
     assert len(titles) == len(rule) == len(cells)
     assert printed.count("1,234") + printed.count("1,235") == 30
+
+
+# -- turns and clocks
+
+
+def in_turns(functions, bench=None, **options):
+    return timing.in_turns(functions, CPU, bench or Bench(), lambda label: f"turn {label}", **options)
+
+
+def test_contestants_take_turns():
+    calls: list[str] = []
+    times = in_turns({name: (lambda name=name: calls.append(name)) for name in "ab"}, repeat=4)
+    assert "".join(calls) == "aaabbb" + "abab" * 2 + "aaabbb" + "aabb" * timing.WINDOWS
+    assert all(t.ms >= 0 and t.back_to_back_ms >= 0 for t in times.values())
+
+
+def test_each_contestant_runs_back_to_back_for_so_many_seconds(monkeypatch):
+    """Whatever a call takes; but for those whose seconds are given."""
+    clock, calls, lengths = [0.0], [], {"quick": 1e-3, "slow": 0.1, "copy": 1e-3}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call(name):
+        calls.append(name)
+        clock[0] += lengths[name]
+
+    steady = dict.fromkeys(("quick", "slow"), timing.STEADY_SECONDS)
+    times = in_turns({name: (lambda name=name: call(name)) for name in lengths}, repeat=1, seconds=steady)
+    assert timing.STEADY_SECONDS >= 2
+    for name, length in lengths.items():
+        assert times[name].back_to_back_ms == pytest.approx(1e3 * length)
+        assert calls.count(name) * length >= steady.get(name, 0)
+    assert calls.count("copy") < 20
+
+
+@pytest.mark.parametrize("last", [0, 6, 20], ids=["first call", "among single ones", "at the very end"])
+def test_a_contestant_that_fails_in_any_call_costs_one_row(last):
+    counts, bench = dict.fromkeys("abc", 0), Bench()
+
+    def call(name):
+        counts[name] += 1
+        if name == "b" and counts[name] > last:
+            raise RuntimeError(f"call {last}")
+
+    times = in_turns({name: (lambda name=name: call(name)) for name in "abc"}, bench, repeat=10)
+    assert list(times) == ["a", "c"]
+    assert bench.failed == [{"what": "turn b", "failed": f"RuntimeError: call {last}"}]
+    assert counts["b"] == last + 1
+    assert counts["a"] == counts["c"] > 20
+
+
+def test_clocks_belong_to_contestants():
+    """Samples of a contestant's windows alone, by nvidia-smi's own times; what is no number is left out."""
+    sampler, day = gpu_clocks.Sampler(), datetime.datetime(2026, 11, 23, 10)
+    at = [day + datetime.timedelta(seconds=s) for s in range(6)]
+    sampler._windows = {"a": [(at[0], at[1]), (at[4], at[5])], "b": [(at[2], at[3])], "c": []}
+    samples = [
+        (0.5, "1980, 3201, 690.10, 60"),
+        (1.5, "100, 3201, 90.0, 30"),  # between two of them
+        (2.5, "1200, 3201, [N/A], 61"),
+        (4.2, "1755, 3201, 650.00, 62"),
+        (4.8, "1700, 3201, 640.00, 64"),
+    ]
+    lines = [f"{(day + datetime.timedelta(seconds=s)).strftime('%Y/%m/%d %H:%M:%S.%f')[:-3]}, {text}" for s, text in samples]
+    sampler.read("\n".join([*lines, "2026/11/23 10:00:04.9", "No devices were found"]))
+    assert sampler.medians == {
+        "a": {"SM MHz": 1755, "memory MHz": 3201, "W": 650, "°C": 62},
+        "b": {"SM MHz": 1200, "memory MHz": 3201, "°C": 61},
+    }
+
+
+def test_clocks_come_with_the_times(tmp_path, monkeypatch):
+    """A stand-in for nvidia-smi, which prints a sample whenever it is asked to; without one there are no clocks."""
+    sample = "while true; do date '+%Y/%m/%d %H:%M:%S.%3N, 1500, 3201, 700.0, 50'; sleep 0.02; done"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ntrap 'exit 0' TERM\n{sample}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    x = torch.randn(64, 64)
+    times = in_turns({"a": lambda: x @ x}, repeat=1, seconds={"a": 0.9})
+    assert times["a"].clocks == {"SM MHz": 1500, "memory MHz": 3201, "W": 700, "°C": 50}
+    assert timing.columns("a", times["a"]).keys() == {"a ms", "a back-to-back ms", "a SM MHz", "a W"}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert in_turns({"a": lambda: None}, repeat=1)["a"].clocks == {}
