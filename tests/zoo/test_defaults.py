@@ -1,8 +1,8 @@
 """The finds of select="auto" in other people's models: routers and heads, and nothing else.
 
 What is a router and what a head is written down here, per model, by the names that its authors gave. fp8pass goes by structure.
-litgpt and torchtitan are no extras of this project: `pip install --no-deps litgpt torchtitan` (and for the latter spmd_types, tyro,
-docstring_parser) is enough here.
+litgpt and torchtitan are no extras of this project: `pip install --no-deps litgpt torchtitan` (and for the latter spmd_types,
+tyro, docstring_parser) is enough here.
 """
 
 import copy
@@ -155,9 +155,8 @@ ENCODERS: dict[str, tuple[dict[str, Any], bool, bool]] = {
     ),
     "Dinov2Model": (_IMAGE, False, True),
     "CLIPModel": (
-        {"text_config": {**_TEXT, "max_position_embeddings": 32, "eos_token_id": 1}, "vision_config": _IMAGE, "projection_dim": 48},
-        True,
-        True,
+        {"text_config": {**_TEXT, "max_position_embeddings": 32, "eos_token_id": 1}, "vision_config": _IMAGE,
+         "projection_dim": 48}, True, True,
     ),
 }  # fmt: skip
 
