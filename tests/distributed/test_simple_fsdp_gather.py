@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, fp8_compile, inspect, rewrite_graph
-from fp8pass.rewrite import runner
-from tests.distributed.models import GatheredAgain, seeded, simple_fsdp, train
+from tests.distributed.gathers import GATHER, REDUCE, collectives, equal, with_and_without
+from tests.distributed.models import Gathered, GatheredAgain, seeded, simple_fsdp, train
 from tests.distributed.support import run_on_ranks
 
 pytestmark = pytest.mark.dist
-GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
 #: Both operands of a GEMM cannot have 128x128 blocks: weights have, and a copy of one serves both orientations.
 BLOCKS, SQUARES = Float8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True)
 
@@ -32,43 +31,38 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def collectives(graph):
-    """Name, dtype and number of bytes that a rank gives each collective of a graph."""
-    nodes = [n for n in graph.graph.nodes if str(n.target).startswith("_c10d_functional")]
-    nodes = [n for n in nodes if "wait_tensor" not in str(n.target)]
-    given = [n.args[0].meta["val"] for n in nodes]
-    return [(str(n.target).split(".")[1], x.dtype, x.numel() * x.element_size()) for n, x in zip(nodes, given, strict=True)]
-
-
 def all_gathers(graph):
     return graph.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
 
 
-def with_and_without(rank, recipe, hidden, dtype, steps=2):
+def batch(rank, dtype):
+    return torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sharded(make, dtype, kind=Gathered):
+    torch.manual_seed(0)
+    return simple_fsdp(make(), init_device_mesh("cpu", (dist.get_world_size(),)), dtype, kind)
+
+
+def trained(rank, recipe, hidden, dtype, steps=2):
     """Losses and gradients with the gathers moved and without; what travels; how many gathers torch takes for FSDP's."""
-    found = []
-    for left_out in ((), ("plan gathers",)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model = simple_fsdp(MLP(hidden), mesh, dtype)
+
+    def run():
+        model, results = sharded(lambda: MLP(hidden), dtype), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        results = []
-        with runner.without(*left_out):
-            compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
-            for _ in range(steps):
-                loss = compiled(x).square().mean()
-                loss.backward()
-                results += [loss.detach(), *(p.grad.to_local() for p in model.parameters())]
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append((results, inspect(compiled)))
-    (moved, ours), (kept, theirs) = found
+        compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
+        for _ in range(steps):
+            loss = compiled(batch(rank, dtype)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results, compiled
+
+    moved, kept, ours, theirs = with_and_without(run)
     (graph,), (plain,) = ours.graphs, theirs.graphs
     found = [([*map(len, buckets(g.after.graph))], [*map(len, buckets(g.after.graph, is_fsdps))]) for g in (plain, graph)]
-    equal = [a.equal(b) for a, b in zip(moved, kept, strict=True)]
-    return equal, collectives(plain.after), collectives(graph.after), graph.gathers, str(ours), found
+    return equal(moved, kept), collectives(plain.after), collectives(graph.after), graph.gathers, str(ours), found
 
 
 def buckets(graph, is_wanted=lambda gather: True):
@@ -97,8 +91,8 @@ def test_gathered_parameters_travel_as_fp8_and_results_stay_bit_for_bit(recipe, 
     """scales: bytes that travel with a shard. known: the buckets of passes that look for FSDP's gathers. They want one input
     behind each; a scale from the state, or of all Parameters, is another one."""
     weight = 128 * 256  # elements of a rank's shard
-    for equal, before, after, gathers, text, found in run_on_ranks(with_and_without, 2, recipe, 256, torch.bfloat16):
-        assert all(equal)
+    for same, before, after, gathers, text, found in run_on_ranks(trained, 2, recipe, 256, torch.bfloat16):
+        assert same
         sizes = [size for name, _, size in before if name == GATHER]
         assert sizes == [2 * weight, 2 * 128, 2 * weight], "two weights and a bias"
         sent = [(dtype, size) for name, dtype, size in after if name == GATHER]
@@ -118,11 +112,9 @@ def by_backend(rank, recipe):
     found = []
     for backend in ("aot_eager", "inductor"):
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = simple_fsdp(MLP(), init_device_mesh("cpu", (dist.get_world_size(),)), torch.float32)
-        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank))
+        model = sharded(MLP, torch.float32)
         compiled = fp8_compile(model, recipe, backend=backend, select="all")
-        loss = compiled(x).square().mean()
+        loss = compiled(batch(rank, torch.float32)).square().mean()
         loss.backward()
         reductions = [name for name, *_ in collectives(inspect(compiled).graphs[0].after) if name == REDUCE]
         found.append(([loss.detach(), *(p.grad.to_local() for p in model.parameters())], len(reductions)))
@@ -172,8 +164,8 @@ def test_torchs_bucketing_after_the_rewrite_changes_no_bit():
 
 def test_shards_of_different_sizes():
     """255 rows on two ranks: DTensor pads the last shard, gathers, and takes the padding off."""
-    for equal, _, after, gathers, *_ in run_on_ranks(with_and_without, 2, "current", 255, torch.bfloat16, 1):
-        assert all(equal)
+    for same, _, after, gathers, *_ in run_on_ranks(trained, 2, "current", 255, torch.bfloat16, 1):
+        assert same
         assert [g.quantized for g in gathers] == [True, True]
         assert [dtype for name, dtype, _ in after if name == GATHER].count(torch.uint8) == 3
 
@@ -188,13 +180,13 @@ REFUSED = [
 
 
 def refused(rank):
-    return [with_and_without(rank, recipe, hidden, torch.bfloat16, 1) for recipe, hidden, _, _ in REFUSED]
+    return [trained(rank, recipe, hidden, torch.bfloat16, 1) for recipe, hidden, _, _ in REFUSED]
 
 
 def test_what_cannot_travel_says_why():
     for results in run_on_ranks(refused, 2):
-        for (_, hidden, layer, reason), (equal, _, after, gathers, *_) in zip(REFUSED, results, strict=True):
-            assert all(equal)
+        for (_, hidden, layer, reason), (same, _, after, gathers, *_) in zip(REFUSED, results, strict=True):
+            assert same
             assert gathers[layer].reason.startswith(reason)
             assert gathers[layer].bytes_after == gathers[layer].bytes_before == hidden * 256
             assert hidden * 256 in [size for name, _, size in after if name == GATHER]
@@ -212,26 +204,27 @@ class FromInputs(nn.Module):
 
 
 def gathered_twice(rank, recipes):
+    def linears():
+        first, last = (nn.Linear(256, 256, bias=False) for _ in range(2))
+        return nn.Sequential(first, nn.GELU(), FromInputs(256, 256), nn.GELU(), last)
+
+    def sides(inspection):
+        """What forward and backward send and reduce."""
+        (graph,) = inspection.graphs
+        every = [collectives(side) for side in (graph.forward, graph.backward)]
+        return [[[c for c in side if c[0] == name] for side in every] for name in (GATHER, REDUCE)]
+
     found = []
     for recipe in recipes:
-        ways = []
-        for left_out in ((), ("plan gathers",)):
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            first, last = (nn.Linear(256, 256, bias=False) for _ in range(2))
-            linears = nn.Sequential(first, nn.GELU(), FromInputs(256, 256), nn.GELU(), last)
-            model = simple_fsdp(linears, mesh, torch.bfloat16, GatheredAgain)
-            x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
-            with runner.without(*left_out):
-                compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
-                compiled(x).square().mean().backward()
-            (graph,) = inspect(compiled).graphs
-            of_sides = [collectives(g) for g in (graph.forward, graph.backward)]
-            sent, reduced = ([[c for c in side if c[0] == name] for side in of_sides] for name in (GATHER, REDUCE))
-            ways.append(([x.grad, *(p.grad.to_local() for p in model.parameters())], sent, reduced, graph.gathers))
-        (moved, sent, reduced, gathers), (kept, plain, *_) = ways
-        found.append(([a.equal(b) for a, b in zip(moved, kept, strict=True)], sent, plain, reduced, gathers))
+
+        def run(recipe=recipe):
+            model, x = sharded(linears, torch.bfloat16, GatheredAgain), batch(rank, torch.bfloat16).requires_grad_()
+            compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
+            compiled(x).square().mean().backward()
+            return [x.grad, *(p.grad.to_local() for p in model.parameters())], compiled
+
+        moved, kept, ours, theirs = with_and_without(run)
+        found.append((equal(moved, kept), *sides(ours), sides(theirs)[0], ours.graphs[0].gathers))
     return found
 
 
@@ -243,13 +236,13 @@ def test_what_backward_gathers_again_is_the_copy_that_it_reads():
     """With blocks along K the gathers of forward and backward bring different copies, each once."""
     shard = 128 * 256
     for results in run_on_ranks(gathered_twice, 2, [recipe for recipe, _ in TWICE] + ["rowwise"]):
-        for (recipe, scales), (equal, sent, plain, _, gathers) in zip(TWICE, results[:-1], strict=True):
-            assert all(equal), recipe
+        for (recipe, scales), (same, sent, _, plain, gathers) in zip(TWICE, results[:-1], strict=True):
+            assert same, recipe
             assert plain == [[(GATHER, torch.bfloat16, 2 * shard)] * 3] * 2
             assert sent == [[(GATHER, torch.uint8, shard + scales)] * 3] * 2, recipe
             assert [(g.bytes_before, g.bytes_after) for g in gathers] == [(2 * shard, shard + scales)] * 3
-        equal, sent, _, reduced, gathers = results[-1]
-        assert all(equal)
+        same, sent, reduced, _, gathers = results[-1]
+        assert same
         values, scales = (GATHER, torch.uint8, shard), (GATHER, torch.uint8, 128 * 4)
         rows, columns = [scales, values], [values]  # the scales of columns are known on all ranks
         sent = [sorted(side, key=lambda one: one[2]) for side in sent]
