@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from fp8pass import fp8_compile, inspect
 from fp8pass.weights.gathered import BEFORE
 from fp8pass.weights.released import CAN_REFUSE
+from tests.distributed.fsdp2 import WIDTH, Block, Run, batch, differing, sgd, wide
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_fsdp2_gather import WIDTH, Block, batch, casts_of_weights, counted, wide
 
 pytestmark = pytest.mark.dist
 
@@ -71,36 +71,8 @@ def sharded(make):
     return fully_shard(model)
 
 
-class Training:
-    """Losses and gradients of a model, and the bytes that its gathers send."""
-
-    def __init__(self, make, gather, recipe="current"):
-        self.model = sharded(make)
-        self.compiled = fp8_compile(self.model, recipe, backend="aot_eager", select="all", fsdp_gather=gather)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.found, self.sent = [], []
-
-    def steps(self, *steps):
-        for step in steps:
-            with counted() as (sent, _):
-                loss = self.compiled(batch(step)).square().mean()
-                loss.backward()
-            self.sent.append(sum(sent))
-            self.found += [loss.detach().clone(), *(p.grad.to_local().clone() for p in self.model.parameters())]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self
-
-    def evaluate(self, step):
-        with torch.no_grad():
-            self.found.append(self.compiled(batch(step)).clone())
-
-    def reasons(self):
-        return {g.tensor: str(g.reason) for graph in inspect(self.compiled).graphs for g in graph.gathers}
-
-
-def differing(ours, theirs):
-    return [i for i, (a, b) in enumerate(zip(ours.found, theirs.found, strict=True)) if not a.equal(b)]
+def training(make, gather):
+    return Run("current", gather, sharded(make), optimizer=sgd, select="all")
 
 
 # -- what is known before anything travels in FP8
@@ -109,8 +81,9 @@ def differing(ours, theirs):
 def with_eager_code(rank, makes):
     found = []
     for make in makes:
-        ours, theirs = (Training(globals()[make], gather).steps(0, 1, 2, 3) for gather in ("fp8", None))
-        found.append((differing(ours, theirs), ours.reasons(), ours.sent[-1] < theirs.sent[-1]))
+        ours, theirs = (training(globals()[make], gather).steps(0, 1, 2, 3) for gather in ("fp8", None))
+        reasons = {g.tensor: str(g.reason) for graph in inspect(ours.compiled).graphs for g in graph.gathers}
+        found.append((differing(ours.results, theirs.results), reasons, sum(ours.sent[-1]) < sum(theirs.sent[-1])))
     return found
 
 
@@ -139,15 +112,16 @@ def with_later_code(rank):
     runs = []
     for gather in ("fp8", None):
         Penalized.breaks = False
-        run = Training(penalized, gather).steps(0, 1, 2)
+        run = training(penalized, gather).steps(0, 1, 2)
         Penalized.breaks = True
-        run.evaluate(20)
+        run.forward(run.compiled, 20)
         Penalized.breaks = False
         run.steps(3, 4, 5, 6, 7)  # ranks compare before forwards 5 and 9
         Penalized.breaks = True
-        run.evaluate(21)
+        run.forward(run.compiled, 21)
         runs.append(run)
-    return differing(*runs), len(runs[0].found), runs[0].sent, records
+    ours, theirs = (run.results for run in runs)
+    return differing(ours, theirs), len(ours), [*map(sum, runs[0].sent)], records
 
 
 def test_eager_code_that_comes_later_reads_its_own_values_once_ranks_have_agreed():
@@ -222,18 +196,18 @@ def with_another_graph(rank):
     runs = []
     for gather in ("fp8", None):
         Small.is_exact = False
-        run = Training(small, gather).steps(0, 1, 2)
+        run = training(small, gather).steps(0, 1, 2)
         Small.is_exact = True
         run.steps(3, 4, 5, 6)
         runs.append(run)
-    ours, theirs = runs
-    close = [torch.allclose(a, b, rtol=0.1, atol=0.05) for a, b in zip(ours.found, theirs.found, strict=True)]
-    return differing(ours, theirs), all(close), ours.sent, casts_of_weights(inspect(ours.compiled).graphs)
+    ours, theirs = (run.results for run in runs)
+    close = [torch.allclose(a, b, rtol=0.1, atol=0.05) for a, b in zip(ours, theirs, strict=True)]
+    return differing(ours, theirs), all(close), [*map(sum, runs[0].sent)]
 
 
 def test_another_graph_that_reads_the_values_gets_them():
     """Those of the copies, until ranks agree before forward 5; afterwards its own."""
-    for differs, is_close, sent, _ in run_on_ranks(with_another_graph, 2):
+    for differs, is_close, sent in run_on_ranks(with_another_graph, 2):
         assert is_close
         assert sent[4] > sent[2]
         assert set(differs) <= {i for i in range(100) if i >= 3 * 6}

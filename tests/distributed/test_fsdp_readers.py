@@ -7,8 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8pass import DelayedScaling, fp8_compile
+from tests.distributed.fsdp2 import Block, batch, counted
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_fsdp2_gather import Block, batch, counted
 
 pytestmark = pytest.mark.dist
 
