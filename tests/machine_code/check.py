@@ -10,32 +10,19 @@ architecture.
 
 import dataclasses
 import fnmatch
-import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch.utils._pytree import tree_map_only
 
-import lowering
-from benchmarks.variants import Launch, compile_launch, recorded, variant_of
-from lowering.formats import E4M3, E5M2
-from lowering.operation import NAMESPACE
+from benchmarks import catalogue
+from benchmarks.variants import Launch, compile_launch, variant_of
 from lowering.triton.assembler import Assembler, assembled_by, tritons
 from lowering.triton.check import assemblers, parser_of
 from tests.machine_code import Finding, disassemble, findings_of_text
-
-SIZES = ((512, 256), (511, 257), (512, 1))
-
-#: Values of the arguments that make other kernels, by name.
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "granularity": ("block_1x128", "block_128x128"),
-    "block": ((1, 128), (128, 128)),
-    "square": (False, True),
-    "columnwise": (False, True),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,66 +35,32 @@ class Checked:
     found: tuple[Finding, ...]
 
 
-def casts() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Operations with a trial (lowering/triton/trial.py): those that convert. Name, and the function that launches kernels."""
-    assert lowering  # registers them
-    for name, operation in NAMESPACE.operations.items():
-        for function in operation.implementations()[:-1]:
-            if hasattr(function, "__wrapped__"):
-                yield name, function.__wrapped__
+#: Words of calls in the catalogue whose kernels differ from others in what no conversion depends on.
+_LEFT_OUT = ("float16 ", "float32 ", "column-major", "epsilon", "power_of_2=True")
 
 
-#: The copies that a cast can make.
-_COPIES: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
+def calls(pattern: str) -> Iterator[tuple[str, catalogue.Call]]:
+    """Calls in the catalogue of casts with a trial (lowering/triton/trial.py) whose operation matches; also of one column."""
+    for name, call in catalogue.enumerated():
+        is_asked = fnmatch.fnmatch(name.split()[0], pattern) and hasattr(call.function, "__wrapped__")
+        if is_asked and not any(word in name.replace("bfloat16 ", "") for word in _LEFT_OUT):
+            yield name, call
+            if "511" not in name:
+                yield f"{name}, one column", call._replace(arguments=tree_map_only(torch.Tensor, _one_column, call.arguments))
 
 
-def calls(name: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Calls of a cast in words, with their arguments, made of its parameters; lists have one matrix, three, or a batch."""
-    names = list(inspect.signature(NAMESPACE.operations[name].reference).parameters)
-    chosen = [key for key in names if key in _CHOICES and not (key == "columnwise" and "rowwise" in names)]
-    copies = _COPIES if "rowwise" in names else ({},)
-    for form, ((rows, cols), dtype) in itertools.product(
-        ("matrix", "matrices", "batch") if "xs" in names else ("matrix",),
-        [*itertools.product(SIZES, (E4M3,)), (SIZES[0], E5M2)],
-    ):
-        for values in itertools.product(copies, *(_CHOICES[key] for key in chosen)):
-            options = {**values[0], **dict(zip(chosen, values[1:], strict=True))}
-            given = {key: _argument(key, "batch" in name or form == "batch", rows, cols) for key in names if key in _TENSORS}
-            if form != "matrices":
-                given = {key: value[:1] if isinstance(value, list) else value for key, value in given.items()}
-            if "amaxes" in given:  # of the lines of both copies
-                if form == "batch":
-                    continue
-                options = {"rowwise": True, "columnwise": True}
-                given["amaxes"] = torch.ones(len(given["xs"]) * (rows + cols))
-            yield f"{name} {form} {rows}x{cols} {_short(dtype)} {options or ''}", [*given.values(), dtype], options
-
-
-_TENSORS = ("x", "xs", "scale", "scales", "amaxes")
-
-
-def _argument(name: str, is_batch: bool, rows: int, cols: int) -> Any:
-    shape = (3, rows, cols) if is_batch else (rows, cols)
-    scale = torch.ones(3) if is_batch else torch.ones(())
-    matrix = torch.empty(shape, dtype=torch.bfloat16)
-    return {"x": matrix, "xs": [matrix] * 3, "scale": scale, "scales": [scale] * 3}.get(name)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return "e5m2" if dtype == E5M2 else "e4m3"
+def _one_column(x: torch.Tensor) -> torch.Tensor:
+    return x[..., :1].contiguous() if x.dim() > 1 else x
 
 
 def variants(pattern: str) -> Iterator[tuple[str, Launch]]:
     """The launches of casts whose name matches, each kind once."""
     seen: list[Any] = []
-    for name, function in casts():
-        if not fnmatch.fnmatch(name, pattern):
-            continue
-        for words, arguments, options in calls(name):
-            for launch in recorded(function, *arguments, **options):
-                if (variant := variant_of(launch)) not in seen:
-                    seen.append(variant)
-                    yield words, launch
+    for name, call in calls(pattern):
+        for launch in call.launches():
+            if (variant := variant_of(launch)) not in seen:
+                seen.append(variant)
+                yield name, launch
 
 
 def check(launches: Sequence[tuple[str, Launch]], arch: int, assembler: Assembler) -> list[Checked]:

@@ -83,10 +83,11 @@ class _Definedness:
         found = self._results(state, instruction, guard)
         values = self.numbers.results(instruction, state.values, (node.returns, instruction.address))
         old = [self.numbers.read(state.values, name) if name else TRUE for name in names]
+        happens = guard == TRUE or guard in state.facts
+        self.numbers.track_bits(instruction, state.values, TRUE if happens else guard)
         for name, bits, value, before in zip(names, found, values, old, strict=True):
             if name:
                 state.registers[name] = self._guarded(state, guard, bits, state.get(name))
-                happens = guard == TRUE or guard in state.facts
                 state.values[name] = value if happens else self.numbers.guarded(guard, value, before)
 
     def guard(self, state: State, instruction: Instruction) -> Condition:

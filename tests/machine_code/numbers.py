@@ -8,6 +8,7 @@ meet with different values, the place names the result, so no number outlives an
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from itertools import product
 from typing import NamedTuple
 
 from tests.machine_code.opcodes import Effect
@@ -42,6 +43,7 @@ class Numbers:
         self._implied: dict[Condition, Conditions] = {}
         self._stands_for: dict[int, Condition] = {}
         self._closures: dict[Condition, Conditions] = {}
+        self._masked: set[str] = set()
 
     def number(self, key: Hashable) -> int:
         """The number of an expression or of a place."""
@@ -179,6 +181,22 @@ class Numbers:
             return Condition(self.number(("select", guard, new, old)))
         return self.select(guard, new, old)
 
+    def track_bits(self, instruction: Instruction, values: Values, guard: Condition) -> None:
+        """Keep the conditions of bits that LOP3 sets, clears and leaves: "P12 of R4" stands for bit 12 of R4."""
+        names, masking = {name for result in instruction.results for name in result.names}, _masking(instruction)
+        self._masked |= names if masking else set()
+        for name, i in product(self._masked & names, range(32)):
+            bit, new = f"P{i} of {name}", None
+            old = values.pop(bit, None)
+            if masking:
+                source, mask, sets = masking
+                of_source = old if source == name else values.get(f"P{i} of {source}")
+                new = (TRUE if sets else TRUE.negated()) if bool(mask >> i & 1) is sets else of_source
+            if guard != TRUE and new != old:
+                new = {(TRUE, TRUE.negated()): guard, (TRUE.negated(), TRUE): guard.negated()}.get((new, old))
+            if new is not None:
+                values[bit] = new
+
     def operand(self, operand: Operand, values: Values) -> Value:
         """The value of a source of one register."""
         if operand.kind is Kind.PREDICATE:
@@ -282,6 +300,15 @@ _RELATIONS = ("EQ", "NE", "LT", "GE", "GT", "LE")
 _OPPOSITES = {"GEU": "LT", "GTU": "LE", "LEU": "GT", "LTU": "GE", "NEU": "EQ", "EQU": "NE", "NUM": "NAN"}
 
 
+def _masking(instruction: Instruction) -> tuple[str, int, bool] | None:
+    """The register, the mask and True for `register | mask`, False for `register & mask`, of a LOP3 that computes one."""
+    if instruction.name != "LOP3":
+        return None
+    a, mask, _, table, _ = instruction.sources
+    is_plain = a.kind is Kind.REGISTER and not a.sign and not a.part and mask.value is not None
+    return (a.names[0], mask.value or 0, table.value == 0xFC) if is_plain and table.value in (0xC0, 0xFC) else None
+
+
 def _logic(numbers: Numbers, instruction: Instruction, values: Values) -> list[Value] | None:
     """LOP3 whose predicate says that the result is not zero."""
     *_, combined = instruction.sources
@@ -290,6 +317,9 @@ def _logic(numbers: Numbers, instruction: Instruction, values: Values) -> list[V
     if len(instruction.results) == 1:
         return [number]
     nonzero = numbers.equal(number, numbers.constant(0)).negated()
+    if (masking := _masking(instruction)) and masking[1].bit_count() == 1 and not masking[2]:
+        bit = values.get(f"P{masking[1].bit_length() - 1} of {masking[0]}", nonzero)
+        nonzero = bit if isinstance(bit, Condition) else nonzero
     return [numbers.either(nonzero, numbers.condition(combined, values)), number]
 
 

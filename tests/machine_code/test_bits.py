@@ -1,5 +1,5 @@
 """Bits of results. Instructions that move bits are executed: a result's bit is undefined exactly if an undefined bit of a
-source changes it. All kinds are tried in pairs of listings, of which one has a finding."""
+source changes it."""
 
 import itertools
 import random
@@ -8,7 +8,6 @@ import pytest
 
 from tests.machine_code.bits import Word, combine, constant, results
 from tests.machine_code.sass import FULL, Operand, parse_instruction
-from tests.support.listing import STORE, uses
 
 #: A bit that nothing wrote, one that was written, and two that are known.
 UNDEFINED, WRITTEN, ZERO, ONE = Word(0), Word(FULL), constant(0), constant(FULL)
@@ -103,77 +102,3 @@ def test_moves(text):
 
 def read(source: Operand, words: dict[str, Word]) -> list[Word]:
     return [words[source.names[0]]] if source.names else [constant(source.value or 0)]
-
-
-#: name: the instructions before R4 is stored, of which the first leave R4 defined and the second do not.
-RESULTS: dict[str, tuple[str, str]] = {
-    "a register that nothing wrote": ("MOV R4, R0", "MOV R4, R99"),
-    "moves": ("IMAD.MOV.U32 R10, RZ, RZ, R0\nMOV R4, R10", "IMAD.MOV.U32 R4, RZ, RZ, R10"),
-    "moves by uniform registers": ("R2UR UR4, R0\nIMAD.U32 R4, RZ, RZ, UR4", "R2UR UR4, R10\nIMAD.U32 R4, RZ, RZ, UR4"),
-    "PRMT takes bytes": ("PRMT R4, R10, 0x1010, RZ", "PRMT R4, R10, 0x2010, RZ"),
-    "PRMT with a selector in a register": (
-        "MOV R5, 0x1010\nPRMT R4, R10, R5, RZ",
-        "LDS R5, [R0]\nPRMT R4, R10, R5, RZ",
-    ),
-    "LOP3 masks": ("LOP3.LUT R4, R10, 0xffff, RZ, 0xc0, !PT", "LOP3.LUT R4, R10, 0x1ffff, RZ, 0xc0, !PT"),
-    "LOP3 sets": ("LOP3.LUT R4, R99, 0xffffffff, RZ, 0xfc, !PT", "LOP3.LUT R4, R99, 0xfffffff7, RZ, 0xfc, !PT"),
-    "LOP3 chooses": (  # (a & b) | (~a & c) for a constant a
-        "LOP3.LUT R4, 0xffff0000, R0, R10, 0xca, !PT",
-        "LOP3.LUT R4, 0xfffe0000, R0, R10, 0xca, !PT",
-    ),
-    "LOP3 of a mask in a register": (
-        "MOV R5, 0xffff\nLOP3.LUT R4, R10, R5, RZ, 0xc0, !PT",
-        "LDS R5, [R0]\nLOP3.LUT R4, R10, R5, RZ, 0xc0, !PT",
-    ),
-    "products that shift": ("IMAD.U32 R4, R10, 0x10000, RZ", "IMAD.SHL.U32 R4, R10, 0x8000, RZ"),
-    "other products need all bits": ("IMAD R4, R0, 0x3, RZ", "IMAD R4, R10, 0x30000, RZ"),
-    "sums need all bits": ("IADD3 R4, R0, 0x1, RZ", "IADD3 R4, R10, 0x1, RZ"),
-    "F2FP of two floats": (
-        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R0, R0, RZ",
-        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R10, R0, RZ",
-    ),
-    "F2FP merges the lower half": (
-        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R0, R0, R10",
-        "PRMT R10, R10, 0x1032, RZ\nF2FP.SATFINITE.E5M2.F32.PACK_AB_MERGE_C R4, R0, R0, R10",
-    ),
-    "F2FP reads a half before it is made": (
-        """
-        F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R5, R0, R0, RZ
-        F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R0, R0, R5
-        """,
-        """
-        F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R0, R0, R5
-        F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R5, R0, R0, RZ
-        """,
-    ),
-    "F2FP of float16": (
-        "PRMT R5, R10, 0x1010, RZ\nF2FP.SATFINITE.E4M3.F16.UNPACK_B_MERGE_C R4, R5, RZ",
-        "F2FP.SATFINITE.E4M3.F16.UNPACK_B_MERGE_C R4, R10, RZ",
-    ),
-    "F2FP to float16": ("F2FP.F16.E4M3.UNPACK_B R4, R10", "F2FP.F16.E4M3.UNPACK_B R4, R10.H1"),
-    "F2FP to bfloat16": ("F2FP.BF16.F32.PACK_AB R4, RZ, R0", "F2FP.BF16.F32.PACK_AB R4, RZ, R10"),
-    "halves": ("HADD2 R5, R10, R0\nPRMT R4, R5, 0x1010, RZ", "HADD2 R5, R10, R0\nPRMT R4, R5, 0x3210, RZ"),
-    "one half twice": ("HMUL2 R4, R10.H0_H0, R0", "HMUL2 R4, R10.H1_H1, R0"),
-    "a half as float32": ("HADD2.F32 R4, -RZ, R10.H0_H0", "HADD2.F32 R4, -RZ, R10.H1_H1"),
-    "constants by HFMA2": (
-        "HFMA2.MMA R5, -RZ, RZ, 0, 0.000606536865234375\nPRMT R4, R10, R5, RZ",  # 0x10f8: bytes 0, 1 and sign of 0
-        "HFMA2.MMA R5, -RZ, RZ, 0, 0.25\nPRMT R4, R10, R5, RZ",  # 0x3400: byte 3
-    ),
-    "selections": ("SEL R4, R0, RZ, P0", "SEL R4, R0, R10, P0"),
-    "another thread's bits": ("SHFL.BFLY PT, R5, R10, 0x1, 0x1f\nPRMT R4, R5, 0x1010, RZ", "SHFL.BFLY PT, R4, R10, 0x1, 0x1f"),
-    "spilled and reloaded": (
-        "STL [R1], R10\nLDL R5, [R1]\nPRMT R4, R5, 0x1010, RZ",
-        "STL [R1], R10\nLDL R4, [R1]",
-    ),
-    "products on tensor cores": (
-        "MOV R8, R0\nMOV R9, R0\nHMMA.1688.F32 R4, R8, R0, RZ",
-        "MOV R8, R0\nHMMA.1688.F32 R4, R8, R0, RZ",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_bits_of_results(name):
-    clean, broken = (f"ISETP.GE.AND P0, PT, R0, 0x4, PT\n{text}\n{STORE}" for text in RESULTS[name])
-    assert uses(clean) == []
-    assert uses(broken) == [("store", "R4")]

@@ -92,7 +92,7 @@ def test_guards_targets_and_constants():
 )
 def test_what_is_not_known_is_refused(text, says):
     with pytest.raises(UnknownInstruction, match=says):
-        findings_of_text(listing(f"MOV R0, 0x1\n{text}\nEXIT"))
+        findings_of_text(listing(f"MOV R0, 0x1; {text}; EXIT"))
 
 
 def test_refusals_of_whole_listings():
