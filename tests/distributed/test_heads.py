@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect
 from tests.distributed.support import run_on_ranks
-from tests.fp8pass.test_heads import BYTES, FORMS, Bytes, sentence
+from tests.support.selection import BYTES, FORMS_OF_BYTES, Bytes, sentence
 
 BUCKET_BYTES = (1, 4 * BYTES * BYTES + 1)
 
@@ -18,7 +18,7 @@ def marked(rank, widths):
     """What is taken for a head, and the number of graphs, by form of the model and size of the buckets."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 1
     found = {}
-    for name, form in FORMS.items():
+    for name, form in FORMS_OF_BYTES.items():
         for num_bytes in BUCKET_BYTES:
             torch._dynamo.reset()
             model = DistributedDataParallel(Bytes(*widths, **form))

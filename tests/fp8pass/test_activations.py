@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import fp8_compile, inspect
+from fp8pass import inspect
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import share_sigmoids, shared_sigmoids
 from tests.support.joint import calls
+from tests.support.models import Net
+from tests.support.training import compiled_step
 
 aten = torch.ops.aten
 
@@ -58,35 +60,19 @@ def test_what_is_no_silu_or_has_no_sigmoid(program):
     assert found(program) == 0
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 @pytest.mark.parametrize("rules", [None, {"*": None}])
 def test_a_model_whose_activation_feeds_fp8(rules):
     """Inductor decomposes SiLU; where nothing is rewritten nothing is shared."""
-    model, x = Gated(), torch.randn(32, 64)
+    layers = {name: nn.Linear(64, 64, bias=False) for name in ("gate", "up", "down")}
+    model, x = Net(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), **layers), torch.randn(32, 64)
 
-    def step(*left_out):
-        torch._dynamo.reset()
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        compiled = fp8_compile(model, "current", rules=rules, select="all")
+    def trained(*left_out):
         with without(*left_out):
-            out = compiled(leaf)
-            out.square().sum().backward()
+            compiled, made = compiled_step(model, "current", x, backend="inductor", rules=rules, select="all")
         graph = inspect(compiled).graphs[0].after.graph
-        return [out.detach(), leaf.grad, *(p.grad for p in model.parameters())], counts(graph)
+        return made.gradients, (len(calls(graph, aten.exp.default)), len(calls(graph, aten.sigmoid.default)))
 
-    def counts(graph):
-        return len(calls(graph, aten.exp.default)), len(calls(graph, aten.sigmoid.default))
-
-    (ours, shared), (theirs, alone) = step(), step("share sigmoids")
+    (ours, shared), (theirs, alone) = trained(), trained("share sigmoids")
     assert alone in ((1, 1), (2, 0)), "torch before 2.13 spells the gradient's sigmoid out"
     assert shared == ((0, 2) if rules is None else alone)
     for a, b in zip(ours, theirs, strict=True):

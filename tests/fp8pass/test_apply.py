@@ -27,12 +27,10 @@ def inference(model, *inputs, recipe="current", **options):
 
 
 def computed(graph: fx.Graph, values):
-    """Run a graph, without code generation."""
     return fx.Interpreter(fx.GraphModule({}, Snapshot.take(graph).restore())).run(*values)
 
 
 def values_of(joint):
-    """Random values for a graph's inputs."""
     metas = [n.meta["val"] for n in joint.graph.find_nodes(op="placeholder")]
     return [torch.randn(tuple(map(int, m.shape))).mul(0.2).to(m.dtype) for m in metas]
 
@@ -111,14 +109,9 @@ def test_results_are_copied_where_they_are_returned_or_the_backend_takes_strides
     def transposed(a, b):
         return torch.mm(a, b).T.unsqueeze(0)
 
-    for function, contiguous, num_clones in (
-        (product, True, 1),
-        (product, False, 0),
-        (torch.mm, False, 1),
-        (transposed, False, 1),
-    ):
+    for function, contiguous, num_clones in ((product, 1, 1), (product, 0, 0), (torch.mm, 0, 1), (transposed, 0, 1)):
         joint = inference(function, torch.randn(16, 32), torch.randn(32, 20))
-        options = dataclasses.replace(joint.options, contiguous_outputs=contiguous)
+        options = dataclasses.replace(joint.options, contiguous_outputs=bool(contiguous))
         work = dataclasses.replace(joint, options=options).run()
         assert len(calls(work.graph, aten.clone.default)) == num_clones
 
@@ -197,7 +190,7 @@ def test_every_node_has_a_value_and_a_side():
     assert all(order[read] < order[n] for n in work.graph.nodes for read in n.all_input_nodes)
 
 
-def test_two_recipes_in_one_graph():
+def test_two_recipes_and_tiles_of_two_orientations():
     work = trace(mlp(), torch.randn(16, 64), rules={"2": "blockwise", "0:grad_weight": "current"}).run()
     assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 3
     assert len(calls(work.graph, ops.scaled_mm.default)) == 2
@@ -206,9 +199,6 @@ def test_two_recipes_in_one_graph():
     assert list(work.applied.state) == [recipes["DelayedScaling"]], "the others record nothing"
     records = calls(work.graph, ops.record_amax.default)
     assert sum(len(n.args[3]) for n in records) == len(work.plan.tensors_in_state(recipes["DelayedScaling"]))
-
-
-def test_tiles_are_cast_once_for_both_orientations():
     recipe = Float8BlockScaling()
     work = trace(nn.Linear(128, 128), torch.randn(16, 128, requires_grad=True), recipe=recipe).run()
     granularities = [n.kwargs["granularity"] for n in casts_by(ops.cast_blockwise.default, work.graph.nodes, both=True)]

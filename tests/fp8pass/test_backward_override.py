@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lowering
 from fp8pass import (
@@ -21,9 +20,10 @@ from fp8pass import (
 from fp8pass.errors import InvariantError, RecipeError
 from fp8pass.rewrite.verify import verify
 from lowering.formats import E4M3
+from tests.support import models
 from tests.support.joint import trace
 from tests.support.numerics import sqnr
-from tests.support.training import step
+from tests.support.training import assert_equal, compiled_step, step
 
 RECIPES = {
     "current": Float8CurrentScaling,
@@ -68,12 +68,7 @@ class ByHand(torch.autograd.Function):
 
 
 def mlp(k: int, hidden: int, n: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(k, hidden), nn.GELU(), nn.Linear(hidden, n)).bfloat16()
-
-
-def gradients(call, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    found = step(call, model, x, loss=lambda out: out.square().sum())
-    return [found.out, *found.gradients]
+    return models.mlp(k, hidden, n).bfloat16()
 
 
 SIZES = [(64, 128, 48), (100, 200, 72)]
@@ -96,20 +91,16 @@ def test_gradients_are_those_of_operands_replaced_by_hand(recipe, override, size
             forward = fp8_compile(copy.deepcopy(layer), recipe, backend="aot_eager", select="all")
             with torch.no_grad():
                 out = forward(x)
-            operands = (x.detach(), layer.weight.detach())
-            if override == "dequantized":
-                operands = dequantized(operands[0], recipe, "input"), dequantized(operands[1], recipe, "weight")
+            read = dequantized if override == "dequantized" else lambda x, *_: x
+            operands = read(x.detach(), recipe, "input"), read(layer.weight.detach(), recipe, "weight")
             x = ByHand.apply(x, layer.weight, layer.bias, out, *operands)
         return x
 
     compiled = fp8_compile(model, RECIPES[recipe](backward_override=override), backend="aot_eager", select="all")
-    found, expected = gradients(compiled, model, x), gradients(by_hand, twin, x)
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
-
-    forward, backward = [g for g in inspect(compiled).gemms if g.role == "output"], inspect(compiled).gemms[2:]
-    assert all(g.quantized for g in forward)
-    assert len(forward) == 2
+    assert_equal(step(compiled, model, x), step(by_hand, twin, x))
+    gemms = inspect(compiled).gemms
+    assert [g.quantized for g in gemms if g.role == "output"] == [True] * 2
+    backward = gemms[2:]
     assert [str(g.reason) for g in backward] == [f"recipe: backward_override={override!r} keeps high precision"] * 4
 
 
@@ -158,57 +149,39 @@ def test_a_forward_in_high_precision_leaves_nothing_to_dequantize():
     compiled = fp8_compile(model, made, backend="aot_eager", rules={"*:output": None})
     plain = copy.deepcopy(model)
     x = torch.randn(16, 64, dtype=torch.bfloat16)
-    for got, want in zip(gradients(compiled, model, x), gradients(plain, plain, x), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(step(compiled, model, x), step(plain, plain, x))
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_activation_checkpointing_changes_nothing(override):
-    inner = mlp(64, 64, 64)
-    made = Float8BlockScaling(backward_override=override)
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = copy.deepcopy(inner)
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Checkpointed()
-    found = gradients(fp8_compile(model, made, backend="aot_eager"), model, x)
-    expected = gradients(fp8_compile(inner, made, backend="aot_eager"), inner, x)
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
+    inner, made = mlp(64, 64, 64), Float8BlockScaling(backward_override=override)
+    x, plain = torch.randn(32, 64, dtype=torch.bfloat16), models.Stack([copy.deepcopy(inner)])
+    model = models.Stack([inner], use_reentrant=False)
+    _, found = compiled_step(model, made, x)
+    assert_equal(found, compiled_step(plain, made, x)[1])
 
 
 # -- options
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("recipe", "options", "message"),
     [
-        (lambda: DelayedScaling(backward_override="dequantized"), "delayed scaling has none, as in TransformerEngine"),
-        (lambda: Float8CurrentScaling(backward_override="dequantised"), "Did you mean 'dequantized'?"),
-        (lambda: MXFP8BlockScaling(backward_override=True), "use None, 'high_precision' or 'dequantized'"),
+        (DelayedScaling, {}, "delayed scaling has none, as in TransformerEngine"),
+        (Float8CurrentScaling, {"backward_override": "dequantised"}, "Did you mean 'dequantized'?"),
+        (MXFP8BlockScaling, {"backward_override": True}, "use None, 'high_precision' or 'dequantized'"),
         (
-            lambda: Float8CurrentScaling(backward_override="dequantized", fast_accum_grad_weight=True),
+            Float8CurrentScaling,
+            {"fast_accum_grad_weight": True},
             "no backward GEMM runs in FP8 with backward_override='dequantized'; leave fast_accum_grad_weight at False",
         ),
-        (
-            lambda: Float8BlockScaling(backward_override="high_precision", grad_block_scaling_dim=2),
-            "leave grad_block_scaling_dim at 1",
-        ),
-        (
-            lambda: Float8RowwiseScaling(backward_override="high_precision", high_precision_grad_weight=True),
-            "leave high_precision_grad_weight at False",
-        ),
+        (Float8BlockScaling, {"grad_block_scaling_dim": 2}, "leave grad_block_scaling_dim at 1"),
+        (Float8RowwiseScaling, {"high_precision_grad_weight": True}, "leave high_precision_grad_weight at False"),
     ],
 )
-def test_refused(make, message):
+def test_refused(recipe, options, message):
     with pytest.raises(RecipeError, match=re.escape(message)):
-        make()
+        recipe(**{"backward_override": "dequantized"} | options)
 
 
 # -- verification

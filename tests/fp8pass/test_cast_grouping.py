@@ -13,10 +13,10 @@ from fp8pass.rewrite.launches import layers_of
 from tests.support.copies import BOTH, CastNode, casts_by
 from tests.support.joint import trace
 from tests.support.models import LlamaBlock, ResidualMlp, mlp
+from tests.support.training import assert_equal, compiled_step
 
 
 def shared(graph: fx.Graph) -> list[fx.Node]:
-    """The casts of several matrices."""
     return [n for n in graph.nodes if (cast := CastNode.read(n)) is not None and len(cast.matrices) > 1]
 
 
@@ -25,17 +25,18 @@ def graph_of(compiled) -> fx.Graph:
 
 
 def ops_of(compiled) -> Counter:
-    return Counter(str(n.target) for n in inspect(compiled).graphs[0].after.graph.nodes if n.op == "call_function")
+    return Counter(str(n.target) for n in graph_of(compiled).nodes if n.op == "call_function")
 
 
 def step(model: nn.Module, recipe: str, x: torch.Tensor, **options):
-    model = copy.deepcopy(model)
-    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    for _ in range(2):
-        given = x.clone().requires_grad_()
-        out = compiled(given)
-        out.square().sum().backward()
-    return compiled, [out.detach(), given.grad, *(p.grad for p in model.parameters())]
+    return compiled_step(copy.deepcopy(model), recipe, x, count=2, **options)
+
+
+def assert_the_same_without_launches(model, recipe, x, grouped, **options):
+    with runner.without("plan launches"):
+        compiled, alone = step(model, recipe, x, **options)
+    assert shared(graph_of(compiled)) == []
+    assert_equal(grouped, alone)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -44,11 +45,7 @@ def test_weights_and_attention_gradients_are_grouped_without_a_change_of_numbers
     compiled, grouped = step(model, recipe, x)
     assert len(shared(graph_of(compiled))) == 2
     assert ops_of(compiled)["lowering.multi_amax.default"] == (2 if recipe == "current" else 0)
-    torch._dynamo.reset()
-    with runner.without("plan launches"):
-        compiled, alone = step(model, recipe, x)
-    assert shared(graph_of(compiled)) == []
-    assert all(torch.equal(g, a) for g, a in zip(grouped, alone, strict=True))
+    assert_the_same_without_launches(model, recipe, x, grouped)
 
 
 def test_a_single_weight_is_no_group():
@@ -78,16 +75,15 @@ def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
     results = []
     for most, sizes in ((2, [2, 2]), (16, [5])) if recipe == "blockwise" else ((2, [2, 2, 2]), (16, [6])):
         monkeypatch.setattr("fp8pass.rewrite.launches.MOST_CASTS", most)
-        torch._dynamo.reset()
         compiled, numbers = step(model, recipe, x)
-        graph = inspect(compiled).graphs[0].after.graph
+        graph = graph_of(compiled)
         launches = [n for n in shared(graph) if CastNode.read(n).orientations == BOTH]
         assert [len(n.args[0]) for n in launches] == sizes
         order = {n: i for i, n in enumerate(graph.nodes)}
         first_gemm = next(i for n, i in order.items() if "scaled_mm" in str(n.target))
         assert [order[n] > first_gemm for n in launches] == [False, *[True] * (len(sizes) - 1)]
         results.append(numbers)
-    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    assert_equal(*results)
 
 
 def test_inference_makes_one_copy_of_each_matrix_and_the_weights_in_one_launch():
@@ -96,11 +92,8 @@ def test_inference_makes_one_copy_of_each_matrix_and_the_weights_in_one_launch()
         compiled(torch.randn(16, 64))
     casts = [cast for n in graph_of(compiled).nodes if (cast := CastNode.read(n)) is not None]
     assert {cast.orientations for cast in casts} == {(False,)}
-    assert sorted(sorted(tuple(m.meta["val"].shape) for m in cast.matrices) for cast in casts) == [
-        [(16, 64)],
-        [(16, 128)],
-        [(64, 128), (128, 64)],
-    ]
+    shapes = sorted(sorted(tuple(m.meta["val"].shape) for m in cast.matrices) for cast in casts)
+    assert shapes == [[(16, 64)], [(16, 128)], [(64, 128), (128, 64)]]
 
 
 def planned(model, *inputs, **options):
@@ -146,11 +139,7 @@ def test_grouping_single_copies_changes_no_number(recipe):
     num_sides = 1 if recipe == "rowwise" else 2  # only its columnwise copies, which are backward's
     launches = [n for n in shared(graph_of(compiled)) if CastNode.read(n).orientations != BOTH]
     assert len(launches) == 2 * num_sides, "both layers"
-    torch._dynamo.reset()
-    with runner.without("plan launches"):
-        compiled, alone = step(model, recipe, x, weight_copies="recompute")
-    assert shared(graph_of(compiled)) == []
-    assert all(torch.equal(g, a) for g, a in zip(grouped, alone, strict=True))
+    assert_the_same_without_launches(model, recipe, x, grouped, weight_copies="recompute")
 
 
 @pytest.mark.parametrize(
@@ -167,15 +156,12 @@ def test_what_a_layer_is(paths, expected):
     assert [layers[path] for path in paths] == expected
 
 
-def test_different_recipes_are_different_launches():
+def test_launches_of_different_recipes_stand_at_their_first_cast():
     """No gradient of x is wanted, so the first weight has one copy. grad_weight of layer 1 does not read its weight."""
     model, x = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5))), torch.randn(16, 32)
     assert planned(model, x) == [["0:input", "1:weight", "2:weight", "3:weight", "4:weight"]]
     rules = {"[34]": "current", "1:grad_weight": None}
     assert planned(model, x, rules=rules) == [["0:input", "1:weight", "2:weight"], ["3:weight", "4:weight"]]
-
-
-def test_a_launch_stands_at_its_first_cast():
     plan = trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan launches").plan
     (launch,) = (launch for launch in plan.launches if len(launch) > 1)
     assert [str(c.tensor.name) for c in launch] == ["0:input", "0:weight", "2:weight"]

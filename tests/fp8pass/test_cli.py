@@ -82,21 +82,18 @@ def test_a_function_of_a_module(tmp_path, monkeypatch, capsys):
     }
     assert main(["estimate", "mine:build", "--recipe", "current", "--html"]) == 0
     assert capsys.readouterr().out.startswith("<!doctype html>")
-    for wrong, text in (
-        ("mine:nothing", "let it return"),
-        ("mine:other", "no attribute 'other'"),
-        ("theirs:build", "No module"),
-    ):
+    wrongs = {"mine:nothing": "let it return", "mine:other": "no attribute 'other'", "theirs:build": "No module"}
+    for wrong, text in wrongs.items():
         assert main(["estimate", wrong]) == 2
         assert text in capsys.readouterr().err
 
 
-def test_an_unknown_gpu_is_named_first(capsys):
+def test_what_is_wrong_is_named_first_and_sizes_may_stand_behind_options(capsys):
     assert main(["estimate", "no such model", "--gpu", "a100"]) == 2
     assert "device is 'a100', which has no constants. Did you mean 'h100'?" in capsys.readouterr().err
-
-
-def test_sizes_may_stand_behind_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["estimate"])
+    assert "the following arguments are required: model\n" in capsys.readouterr().err
     assert main(["estimate", "mine:build", "--gpu", "h100", "x=1"]) == 2
     assert "'x=1' is for a configuration of transformers" in capsys.readouterr().err
     for rest in ("--gpuu", "64"):
@@ -161,18 +158,8 @@ class TestTransformers:
 
     def test_the_estimate_of_a_language_model(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
-        arguments = [
-            "LlamaConfig",
-            *self.SIZES,
-            "vocab_size=256",
-            "--tokens",
-            "256",
-            "--sequence",
-            "128",
-            "--recipe",
-            "delayed",
-        ]
-        assert main(["estimate", *arguments]) == 0
+        options = ["--tokens", "256", "--sequence", "128", "--recipe", "delayed"]
+        assert main(["estimate", "LlamaConfig", *self.SIZES, "vocab_size=256", *options]) == 0
         text = capsys.readouterr().out
         assert "model.layers.0-1.self_attn.q_proj (x2)" in text
         assert "lm_head" in text

@@ -48,22 +48,16 @@ def speedup(gemm, casts, device, kind):
 # By hand
 
 
-def test_a_gemm_of_full_waves_takes_its_operations_at_the_full_rate():
+def test_gemms_by_hand():
     # 2560 x 2560 is 200 tiles of 128 x 256 for 100 SMs: two full waves.
     operations = 2 * 2560 * 2560 * 4096
     assert gemm_seconds(product(2560, 2560, 4096), TOY, "bf16") == pytest.approx(operations / 100e12 + 4e-6)
     assert gemm_seconds(product(2560, 2560, 4096), TOY, "tensor_wise") == pytest.approx(operations / 200e12 + 6e-6)
     accurate = gemm_seconds(product(2560, 2560, 4096), TOY, "tensor_wise", fast_accum=False)
     assert accurate == pytest.approx(operations / 160e12 + 6e-6)
-
-
-def test_a_gemm_with_little_to_compute_takes_the_time_of_its_operands():
     read, written = 2 * (12800 + 12800) * 16, 2 * 12800 * 12800
     assert gemm_seconds(product(12800, 12800, 16), TOY, "bf16") == pytest.approx((read + written) / 1e12 + 4e-6)
     assert gemm_seconds(product(12800, 12800, 16), TOY, "row_wise") == pytest.approx((read / 2 + written) / 1e12 + 6e-6)
-
-
-def test_a_tile_too_many_starts_another_wave():
     # 100 tiles, and 110; K is too short for splitting it to pay.
     full, over = (gemm_seconds(product(m, 2560, 256), TOY, "bf16") - 4e-6 for m in (1280, 1408))
     tile = 2 * 128 * 256 * 256 / 1e12
@@ -151,15 +145,16 @@ def test_gemms_take_what_a_simulation_takes(m, n, k, groups, kind, device):
 # Against published measurements. `python -m benchmarks.cost_model` prints how far off the model is.
 
 
-def test_same_verdict_as_torchaos_tensor_wise_measurements():
+def test_verdicts_of_torchaos_measurements():
     right, clear = cost_model.agreement(cost_model.TORCHAO_TENSOR_WISE, lambda cell: cost_model.expected_tensor_wise(*cell))
     assert right == clear > 0
-
-
-def test_same_verdict_as_torchaos_row_wise_table():
     right, clear = cost_model.agreement(cost_model.TORCHAO_ROW_WISE, lambda cell: cost_model.expected_row_wise(*cell))
     assert clear >= 0.75 * len(cost_model.TORCHAO_ROW_WISE), "most cells are clear"
     assert right >= 0.9 * clear
+    expected = {recipe: cost_model.expected_te_layer(recipe, H200) for recipe in cost_model.TE_LAYER}
+    for recipe, figure in cost_model.TE_LAYER.items():
+        assert expected[recipe] == pytest.approx(figure, rel=1 / 6)
+    assert expected["GEMMs alone"] > expected["delayed"] > expected["current"] > expected["blockwise"] > 1
 
 
 @pytest.mark.parametrize("m", [8192, 16384, 32768])
@@ -169,13 +164,6 @@ def test_same_verdict_as_torchaos_tensor_wise_filter(m):
     expected = {(k, n): cost_model.expected_tensor_wise(m, k, n) for k, n in cost_model.FILTERED}
     agreeing = [(expected[cell] < 1) == is_left for cell, is_left in cost_model.FILTERED.items()]
     assert sum(agreeing) >= 0.9 * len(agreeing)
-
-
-def test_transformer_engines_layer_within_a_sixth_and_in_its_order():
-    expected = {recipe: cost_model.expected_te_layer(recipe, H200) for recipe in cost_model.TE_LAYER}
-    for recipe, figure in cost_model.TE_LAYER.items():
-        assert expected[recipe] == pytest.approx(figure, rel=1 / 6)
-    assert expected["GEMMs alone"] > expected["delayed"] > expected["current"] > expected["blockwise"] > 1
 
 
 # What must hold for any shape
@@ -209,9 +197,8 @@ def test_faster_hardware_never_takes_longer(m, n, k, factor, device):
     gemm, cast = product(m, n, k), CastShape(elements=m * k, reads=2)
     for field in ("fp8_flops", "memory_bandwidth", "transpose_bandwidth"):
         faster = dataclasses.replace(device, **{field: factor * getattr(device, field)})
-        assert estimate_gemm(gemm, [cast], faster, "tensor_wise").fp8_seconds <= estimate_gemm(
-            gemm, [cast], device, "tensor_wise"
-        ).fp8_seconds * (1 + 1e-12)
+        fast, slow = (estimate_gemm(gemm, [cast], of, "tensor_wise").fp8_seconds for of in (faster, device))
+        assert fast <= slow * (1 + 1e-12)
 
 
 @settings(max_examples=200)
@@ -244,28 +231,18 @@ def test_tiny_gemms_are_expected_to_lose(device):
 # Grouped GEMMs
 
 
-def test_one_group_is_a_plain_gemm():
-    assert gemm_seconds(GemmShape(m=4096, n=2048, k=1024, groups=1), H200, "bf16") == gemm_seconds(
-        product(4096, 2048, 1024), H200, "bf16"
-    )
-
-
-def test_groups_read_a_right_operand_each():
+def test_groups():
+    one = GemmShape(m=4096, n=2048, k=1024, groups=1)
+    assert gemm_seconds(one, H200, "bf16") == gemm_seconds(product(4096, 2048, 1024), H200, "bf16")
     # 64 groups of 16 rows: nothing but reading weights.
     seconds = gemm_seconds(GemmShape(m=1024, n=4096, k=4096, groups=64), H200, "tensor_wise")
     moved = 1024 * 4096 + 64 * 4096 * 4096 + 2 * 1024 * 4096
     assert seconds == pytest.approx(moved / H200.memory_bandwidth + H200.fp8_gemm_latency)
-
-
-def test_groups_of_few_rows_fill_their_tiles_badly():
     whole = speedup(GemmShape(m=8192, n=4096, k=4096), [CastShape(elements=8192 * 4096)], H200, "tensor_wise")
     thin = gemm_seconds(GemmShape(m=8192, n=4096, k=4096, groups=256), H200, "bf16")
     assert thin > gemm_seconds(product(8192, 4096, 4096), H200, "bf16")
     assert whole > 1
-
-
-def test_groups_take_what_torchao_measured():
-    """Its pull request 2490, on an H100: 16 groups of 512 rows on average, in bfloat16 and in FP8 with scales of rows."""
+    # Its pull request 2490, on an H100: 16 groups of 512 rows on average, in bfloat16 and in FP8 with scales of rows.
     for n, k, kind, measured in (
         (8192, 5120, "bf16", 1.31e-3),
         (5120, 8192, "bf16", 1.26e-3),
@@ -278,8 +255,8 @@ def test_groups_take_what_torchao_measured():
 # No estimate, and refusals
 
 
-@pytest.mark.parametrize("unknown", [None, "s0", 1.5])
-@pytest.mark.parametrize("field", ["m", "n", "k", "groups"])
+@each("unknown", [None, "s0", 1.5])
+@each("field", ["m", "n", "k", "groups"])
 def test_an_unknown_size_has_no_estimate(field, unknown):
     gemm = dataclasses.replace(product(128, 128, 128), **{field: unknown})
     assert gemm_seconds(gemm, H200, "bf16") is None
@@ -287,26 +264,17 @@ def test_an_unknown_size_has_no_estimate(field, unknown):
     assert speedup(gemm, [], H200, "tensor_wise") is None
 
 
-def test_a_symbolic_size_has_no_estimate():
+def test_kinds_and_sizes_without_an_estimate():
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     size = ShapeEnv().create_unbacked_symint()
     assert speedup(product(size, 128, 128), [], H200, "tensor_wise") is None
     assert shared_cast_seconds(CastShape(elements=size * 128), H200) is None
     assert speedup(product(128, 128, 128), [CastShape(elements=size)], H200, "tensor_wise") is None
-
-
-def test_mxfp8_has_no_estimate_before_blackwell():
     gemm = product(4096, 4096, 4096)
     assert [speedup(gemm, [], device, "block_1x32") is None for device in DEVICES] == [True, True, True, True, False, False]
-
-
-def test_an_empty_gemm_takes_a_latency():
     assert gemm_seconds(product(0, 128, 128), TOY, "bf16") == 4e-6
     assert gemm_seconds(GemmShape(m=0, n=128, k=128, groups=4), TOY, "tensor_wise") == 6e-6
-
-
-def test_granularities_may_be_an_enum():
     granularity = enum.Enum("granularity", {"ROW_WISE": "row_wise"})
     gemm = product(4096, 4096, 4096)
     assert speedup(gemm, [], H200, granularity.ROW_WISE) == speedup(gemm, [], H200, "row_wise")
@@ -321,6 +289,9 @@ def test_refusals_name_value_and_fix():
         shared_cast_seconds(CastShape(elements=16, reads=0), TOY)
     with pytest.raises(ValueError, match="num_readers=0; use 1 or more"):
         shared_cast_seconds(CastShape(elements=16, num_readers=0), TOY)
+    for value in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"bf16_flops of the NVIDIA H200 is .*; use a number above 0"):
+            dataclasses.replace(H200, bf16_flops=value)
 
 
 # Devices
@@ -334,52 +305,31 @@ def test_numbers_are_of_the_right_size(device):
     assert device.kernel_latency < device.bf16_gemm_latency <= device.fp8_gemm_latency < 20e-6
 
 
-def test_a_number_that_is_not_above_0_is_refused():
-    for value in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"bf16_flops of the NVIDIA H200 is .*; use a number above 0"):
-            dataclasses.replace(H200, bf16_flops=value)
+KNOWN = {
+    H100: [("H100 80GB HBM3", (9, 0))],
+    H200: [("H200", (9, 0)), ("GH200 480GB", (9, 0))],
+    B200: [("B200", (10, 0)), ("GB200", (10, 0))],
+    L40S: [("L40S", (8, 9))],
+    RTX_4090: [("GeForce RTX 4090", (8, 9))],
+    RTX_5090: [("GeForce RTX 5090", (12, 0))],
+}
+UNKNOWN = [("H20", (9, 0), H100), ("L4", (8, 9), L40S), ("B300", (10, 3), B200), ("X1000", (13, 0), H200)]
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "device"),
-    [
-        ("NVIDIA H100 80GB HBM3", (9, 0), H100),
-        ("NVIDIA H200", (9, 0), H200),
-        ("NVIDIA GH200 480GB", (9, 0), H200),
-        ("NVIDIA B200", (10, 0), B200),
-        ("NVIDIA GB200", (10, 0), B200),
-        ("NVIDIA L40S", (8, 9), L40S),
-        ("NVIDIA GeForce RTX 4090", (8, 9), RTX_4090),
-        ("NVIDIA GeForce RTX 5090", (12, 0), RTX_5090),
-    ],
-)
-def test_devices_are_known_by_name(name, capability, device):
-    assert device_named(name, capability) is device
+def test_devices_are_known_by_name_and_others_say_whose_constants_they_have():
+    for device, names in KNOWN.items():
+        assert all(device_named(f"NVIDIA {name}", capability) is device for name, capability in names)
+    for name, capability, device in UNKNOWN:
+        found = device_named(f"NVIDIA {name}", capability)
+        assert dataclasses.replace(found, note="") == device
+        assert found.note == f"NVIDIA {name} has no constants: estimated for an {device.name}"
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "device"),
-    [
-        ("NVIDIA H20", (9, 0), H100),
-        ("NVIDIA L4", (8, 9), L40S),
-        ("NVIDIA B300", (10, 3), B200),
-        ("NVIDIA X1000", (13, 0), H200),
-    ],
-)
-def test_a_device_without_constants_says_whose_it_has(name, capability, device):
-    found = device_named(name, capability)
-    assert dataclasses.replace(found, note="") == device
-    assert found.note == f"{name} has no constants: estimated for an {device.name}"
-
-
-def test_what_is_no_gpu_is_estimated_for_an_h200():
+def test_the_device_of_a_graph(monkeypatch):
     for device, what in ((None, "no device is known"), (torch.device("cpu"), "device 'cpu' has no constants")):
         found = device_for(device)
         assert dataclasses.replace(found, note="") == H200
         assert found.note == f"{what}: estimated for an NVIDIA H200"
-
-
-def test_a_gpu_is_asked_for_its_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

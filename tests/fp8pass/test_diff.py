@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import diff, fp8_compile, inspect
+from fp8pass import Float8CurrentScaling, Format, diff, fp8_compile, inspect
 from fp8pass.errors import OptionError
 from tests.support.models import Stack, mlp
 
@@ -36,32 +36,30 @@ def test_equal_runs_differ_in_nothing(plain):
     assert str(found) == "0 GEMMs changed their decision; 15 kept it, 15 of them with another shape.\n"
 
 
+def causes(found):
+    return {(c.module, c.role): c.causes for c in found.changes}
+
+
 def test_another_rule_is_the_only_cause_even_where_shapes_differ(plain):
     found = diff(plain, inspected(rows=32, rules={"layers.1.*:grad_weight": None}))
-    assert [(c.module, c.role, c.causes) for c in found.changes] == [
-        (f"layers.1.{i}", "grad_weight", ("rule: none -> 'layers.1.*:grad_weight'",)) for i in (2, 0)
-    ]
+    why = ("rule: none -> 'layers.1.*:grad_weight'",)
+    assert causes(found) == {(f"layers.1.{i}", "grad_weight"): why for i in (2, 0)}
     assert all(c.before["quantized"] and not c.after["quantized"] for c in found.changes)
     assert found.settings == ["Rule 'layers.1.*:grad_weight' is only in the second."]
+    found = diff(inspected("delayed", rules={"layers.0.0": "current"}), inspected("delayed", rules={"layers.0.0": None}))
+    why = ("rule 'layers.0.0': Float8CurrentScaling() -> None",)
+    assert causes(found) == {("layers.0.0", role): why for role in ("output", "grad_input", "grad_weight")}
 
 
-def test_the_same_rule_with_another_recipe():
-    rules = {"layers.0.0": "current"}
-    before = inspected("delayed", rules=rules)
-    found = diff(before, inspected("delayed", rules={"layers.0.0": None}))
-    text = "rule 'layers.0.0': Float8CurrentScaling() -> None"
-    assert {(c.module, c.causes) for c in found.changes} == {("layers.0.0", (text,))}
-    assert len(found.changes) == 3
-
-
-def test_another_recipe_and_its_options(plain):
-    from fp8pass import Float8CurrentScaling, Format
-
+def test_another_recipe_or_option(plain):
     found = diff(plain, inspected(Float8CurrentScaling(fp8_format=Format.E4M3)))
     cause = "recipe: Float8CurrentScaling() -> Float8CurrentScaling(fp8_format=E4M3)"
-    assert {c.role for c in found.changes} == {"grad_input", "grad_weight"}
-    assert {c.causes for c in found.changes} == {(cause,)}
+    assert {role for _, role in causes(found)} == {"grad_input", "grad_weight"}
+    assert set(causes(found).values()) == {(cause,)}
     assert f"{cause}." in found.settings
+    found = diff(plain, inspected(select="all"))
+    assert {module for module, _ in causes(found)} == {"head"}
+    assert set(causes(found).values()) == {("select: auto -> all",)}
 
 
 def test_a_shape_that_becomes_too_thin(plain):
@@ -74,20 +72,13 @@ def test_a_shape_that_becomes_too_thin(plain):
     assert change.after["reason"].startswith("thin")
 
 
-def test_an_option_that_decides(plain):
-    found = diff(plain, inspected(select="all"))
-    assert {c.module for c in found.changes} == {"head"}
-    assert {c.causes for c in found.changes} == {("select: auto -> all",)}
-
-
 def test_gemms_of_one_side_are_listed(plain):
     model = layers()
     model.layers.append(mlp(32, 64, 32))
     found = diff(plain, inspected(model=model))
     assert found.changes == []
-    assert sorted(found.only_after) == sorted(
-        f"layers.2.{i}:{role}" for i in (0, 2) for role in ("output", "grad_input", "grad_weight")
-    )
+    assert set(found.only_after) == {f"layers.2.{i}:{r}" for i in (0, 2) for r in ("output", "grad_input", "grad_weight")}
+    assert len(found.only_after) == 6
     assert bool(found)
     assert "6 are only in the second: layers.2.0:output" in str(found)
 
@@ -106,23 +97,18 @@ def test_saved_inspections_and_another_version(plain):
     assert diff(saved, other).changes[0].causes[0].startswith("the graph around it")
 
 
-def test_a_reason_whose_numbers_alone_differ_is_no_change(plain):
+def test_reasons_whose_numbers_alone_differ_and_several_gemms_of_one_module(plain):
     saved = plain.to_dict()
     other = copy.deepcopy(saved)
     for gemm in other["gemms"]:
         if gemm["reason"]:
             gemm["reason"] += " and 3"
     assert not diff(saved, other)
-
-
-def test_several_gemms_of_one_module_are_matched_by_likeness(plain):
-    saved = plain.to_dict()
     twice = copy.deepcopy(saved)
     extra = twice["gemms"][0] | {"m": 99, "quantized": False, "reason": "slow: 0.5", "recipe": None}
     twice["gemms"].insert(0, extra)
     found = diff(saved, twice)
-    assert found.changes == []
-    assert found.only_after == [f"{extra['module']}:{extra['role']}"]
+    assert (found.changes, found.only_after) == ([], [f"{extra['module']}:{extra['role']}"]), "matched by likeness"
 
 
 def test_the_table_folds_equal_layers_and_the_page_escapes(plain):
@@ -135,11 +121,8 @@ def test_the_table_folds_equal_layers_and_the_page_escapes(plain):
 
 
 @pytest.mark.parametrize("wrong", [3, None, [], {}, {"gemms": []}])
-def test_what_is_no_inspection(plain, wrong):
+def test_what_is_no_inspection_or_has_not_run(plain, wrong):
     with pytest.raises(OptionError, match=r"the second argument of diff is a \w+.*inspect\(compiled\)"):
         diff(plain, wrong)
-
-
-def test_a_model_that_has_not_run(plain):
     with pytest.raises(OptionError, match="the first inspection has no GEMM: run the model"):
         diff(inspect(fp8_compile(mlp(), backend="aot_eager")), plain)

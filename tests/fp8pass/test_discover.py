@@ -10,7 +10,7 @@ from torch import nn
 from fp8pass.graph.gemms import GraphContext, GraphInput, name_tensors
 from fp8pass.rewrite.discover import discover
 from tests.support.joint import by_role, trace
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import LlamaBlock, Net, mlp
 
 
 def sites_of(model, *inputs, **options):
@@ -39,12 +39,9 @@ def test_linears():
     assert [s.path.below for s in sites] == ["0", "2", "2", "2", "0", "0"]
 
 
-def test_inference_has_outputs_only():
+def test_inference_and_gradients_that_are_not_wanted():
     sites = sites_of(mlp(), torch.randn(16, 64), trains=False)
     assert [(s.module, s.role, s.is_backward) for s in sites] == [("0", "output", False), ("2", "output", False)]
-
-
-def test_no_gradient_is_wanted_of_the_input_nor_of_a_frozen_weight():
     model = mlp()
     model[2].weight.requires_grad_(False)
     roles = {(s.module, s.role) for s in sites_of(model, torch.randn(16, 64))}
@@ -63,24 +60,13 @@ def test_roles_are_found_without_seq_nr(model):
     assert set(by_role(joint.run("discover"))) == expected
 
 
-def test_a_weight_on_the_left():
-    class Left(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 64))
-
-        def forward(self, x):
-            return self.weight @ x
-
-    sites = sites_of(Left(), torch.randn(64, 16, requires_grad=True))
-    assert rows(sites) == {
+def test_a_weight_on_the_left_and_two_activations():
+    left = Net(lambda m, x: m.weight @ x, weight=nn.Parameter(torch.randn(32, 64)))
+    assert rows(sites_of(left, torch.randn(64, 16, requires_grad=True))) == {
         ("self", "output"): ((32, 16, 64), "weight", "input"),
         ("self", "grad_input"): ((64, 16, 32), "weight.T", "grad_output"),
         ("self", "grad_weight"): ((32, 64, 16), "grad_output", "input.T"),
     }
-
-
-def test_two_activations_are_two_inputs():
     a, b = torch.randn(16, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
     assert rows(sites_of(lambda a, b: a @ b, a, b)) == {
         ("matmul", "output"): ((16, 48, 32), "input", "input"),
@@ -90,8 +76,6 @@ def test_two_activations_are_two_inputs():
 
 
 class Derived(nn.Module):
-    """A weight that is computed from Parameters and buffers alone."""
-
     def __init__(self):
         super().__init__()
         self.weight, self.gain = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.ones(48, 1))
@@ -102,12 +86,14 @@ class Derived(nn.Module):
 
 
 def test_what_is_made_of_parameters_and_buffers_is_a_weight():
-    sites = sites_of(Derived(), torch.randn(16, 32))
-    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
-    sites = sites_of(lambda x, w: x @ (w * x.mean()), torch.randn(16, 32), nn.Parameter(torch.randn(32, 48)))
-    assert [o.kind for o in sites[0].operands] == ["input", "input"]
-    sites = sites_of(lambda x, w: x @ w.t(), torch.randn(16, 32), nn.Parameter(torch.randn(48, 32)))
-    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
+    x = torch.randn(16, 32)
+
+    def kinds(*args):
+        return [o.kind for o in sites_of(*args)[0].operands]
+
+    assert kinds(Derived(), x) == ["input", "weight"]
+    assert kinds(lambda x, w: x @ (w * x.mean()), x, nn.Parameter(torch.randn(32, 48))) == ["input", "input"]
+    assert kinds(lambda x, w: x @ w.t(), x, nn.Parameter(torch.randn(48, 32))) == ["input", "weight"]
 
 
 def test_a_functional_call_belongs_to_the_owner_of_its_weight():
@@ -119,17 +105,11 @@ def test_a_functional_call_belongs_to_the_owner_of_its_weight():
     assert not outputs[0].endswith("out_proj")
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(32, 32, bias=False), nn.Linear(32, 48, bias=False)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
-
-
-def test_names_of_a_module_that_is_called_twice():
-    sites = sites_of(Twice(), torch.randn(16, 32))
+def test_names_of_tensors():
+    """Of a module that is called twice, and shared ones, which have aliases."""
+    layers = {"inner": nn.Linear(32, 32, bias=False), "head": nn.Linear(32, 48, bias=False)}
+    twice = Net(lambda m, x: m.head(torch.tanh(m.inner(torch.tanh(m.inner(x))))), **layers)
+    sites = sites_of(twice, torch.randn(16, 32))
     names = name_tensors(list(sites))
     assert [str(n) for n in names.of_value.values()] == [
         "inner:input",
@@ -142,9 +122,6 @@ def test_names_of_a_module_that_is_called_twice():
         "inner:grad_output#2",
     ]
     assert names.aliases == ()
-
-
-def test_shared_tensors_have_one_name_and_aliases():
     sites = sites_of(LlamaBlock(), torch.randn(1, 16, 128))
     names = name_tensors(list(sites))
     aliases = {str(a): str(name) for a, name in names.aliases}

@@ -9,8 +9,8 @@ from torch import nn
 import fp8pass
 from fp8pass import DelayedScaling, inspect, state
 from tests.support.cases import rest
-from tests.support.models import LlamaBlock
-from tests.support.training import assert_close, assert_equal, normal, step
+from tests.support.models import LlamaBlock, Net, mlp
+from tests.support.training import assert_close, assert_equal, assert_trains_as, normal, step
 from tests.tolerances import NEGLIGIBLE_GRADIENT
 
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
@@ -21,22 +21,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 lowering = torch.ops.lowering
 
 
-def run(call, module, x, autocast=None):
-    """A step; the loss is outside of autocast, as in every training loop."""
+check = functools.partial(assert_trains_as, loss=normal, warm_up=2, negligible=NEGLIGIBLE_GRADIENT)
+
+
+def under(dtype, call):
+    """The call under autocast; the loss is outside of it, as in every training loop."""
 
     def forward(x):
-        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        with torch.autocast("cpu", dtype=dtype):
             return call(x)
 
-    return step(forward, module, x, loss=normal)
-
-
-def check(module, compiled, x, autocast=None):
-    """A compiled module against itself, two steps of warm-up first."""
-    expected = run(module, module, x, autocast)
-    for _ in range(3):
-        found = run(compiled, module, x, autocast)
-    assert_close(found, expected, negligible=NEGLIGIBLE_GRADIENT)
+    return forward
 
 
 def quantized_nodes(compiled):
@@ -49,29 +44,29 @@ def quantized_nodes(compiled):
     return found
 
 
-def by_turns():
-    """Every recipe with one dtype, two of them with Inductor as well: where dtypes are told apart no recipe is asked."""
-    slow = pytest.mark.slow
-    eager = [(LOW_PRECISION[i % 2], recipe, "aot_eager") for i, recipe in enumerate(RECIPES)]
-    eager = [*eager[:-1], *rest(eager[-1:])]  # mxfp8 is below, in bfloat16
-    generated = [(LOW_PRECISION[(i + 1) % 2], recipe, "inductor") for i, recipe in enumerate(RECIPES)]
-    chosen = [row for row in generated if row[1] in ("delayed", "rowwise")]
-    return [*eager, *(pytest.param(*row, marks=slow) for row in chosen)]
+#: Every recipe with one dtype, two of them with Inductor as well: where dtypes are told apart no recipe is asked.
+AUTOCAST = [
+    *((LOW_PRECISION[i % 2], recipe, "aot_eager") for i, recipe in enumerate(RECIPES[:-1])),
+    *rest([(torch.bfloat16, "mxfp8", "aot_eager")]),  # which is below, in bfloat16
+    (torch.float16, "delayed", "inductor"),
+    (torch.bfloat16, "rowwise", "inductor"),
+]
 
 
-@pytest.mark.parametrize(("dtype", "recipe", "backend"), by_turns())
+@pytest.mark.parametrize(("dtype", "recipe", "backend"), AUTOCAST)
 def test_autocast(dtype, recipe, backend):
     """Weights are quantized from their float32 Parameters; the GEMM itself keeps autocast's output."""
-    block = LlamaBlock(64, 112)
+    block, x = LlamaBlock(64, 112), torch.randn(2, 16, 64)
     compiled = fp8_compile(block, recipe, backend=backend)
-    check(block, compiled, torch.randn(2, 16, 64), autocast=dtype)
+    expected = step(under(dtype, block), block, x, loss=normal)
+    for _ in range(3):
+        found = step(under(dtype, compiled), block, x, loss=normal)
+    assert_close(found, expected, negligible=NEGLIGIBLE_GRADIENT)
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 21
-    weights = [n for n in quantized_nodes(compiled) if n.op == "placeholder" and n.meta["val"].dim() == 2]
-    assert len(set(weights)) == 7
-    assert {n.meta["val"].dtype for n in weights} == {torch.float32}
+    weights = {n for n in quantized_nodes(compiled) if n.op == "placeholder" and n.meta["val"].dim() == 2}
+    assert [n.meta["val"].dtype for n in weights] == [torch.float32] * 7
     graph = inspect(compiled).graphs[-1]
-    outputs = {n.meta["val"].dtype for n in graph.after.graph.nodes if "scaled_mm" in str(n.target)}
-    assert outputs == {dtype}
+    assert {n.meta["val"].dtype for n in graph.after.graph.nodes if "scaled_mm" in str(n.target)} == {dtype}
 
 
 @pytest.mark.parametrize(
@@ -85,66 +80,43 @@ def test_autocast(dtype, recipe, backend):
 def test_one_dtype_everywhere(dtype, recipe):
     block = LlamaBlock(64, 112).to(dtype)
     compiled = fp8_compile(block, recipe, backend="aot_eager")
-    check(block, compiled, torch.randn(2, 16, 64, dtype=dtype))
+    check(compiled, block, torch.randn(2, 16, 64, dtype=dtype))
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 21
-
-
-class NormInFloat32(nn.Module):
-    """A bfloat16 block whose norm computes in float32, as Llama's reference code does."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(48)
-        self.up = nn.Linear(48, 80, dtype=torch.bfloat16)
-        self.down = nn.Linear(80, 48, dtype=torch.bfloat16)
-
-    def forward(self, x):
-        h = self.norm(x.float()).to(x.dtype)
-        return x + self.down(torch.tanh(self.up(h)))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise", *rest(["current", "rowwise", "mxfp8"])])
 def test_float32_norm_in_a_bfloat16_model(recipe):
-    model = NormInFloat32()
+    """As Llama's reference code has it."""
+    layers = {"norm": nn.LayerNorm(48), "up": nn.Linear(48, 80).bfloat16(), "down": nn.Linear(80, 48).bfloat16()}
+    model = Net(lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x.float()).to(x.dtype)))), **layers)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
-    check(model, compiled, torch.randn(2, 16, 48, dtype=torch.bfloat16))
+    check(compiled, model, torch.randn(2, 16, 48, dtype=torch.bfloat16))
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 6
     sources = {n.meta["val"].dtype for n in quantized_nodes(compiled)}
-    if recipe in ("blockwise", "mxfp8"):  # their casts read the value from memory, where the model keeps it in bfloat16
-        assert sources == {torch.bfloat16}
-    else:
-        assert sources == {torch.float32, torch.bfloat16}, "the norm's output is quantized before it is rounded to bfloat16"
+    # Blocks are cast from memory, where the model keeps bfloat16; else the norm's output is quantized before it is rounded.
+    assert sources == ({torch.bfloat16} if recipe in ("blockwise", "mxfp8") else {torch.float32, torch.bfloat16})
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", *rest(["current", "blockwise", "mxfp8"])])
 def test_float64_is_refused_with_the_reason(recipe):
-    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).double()
+    model = mlp(32, 48, 32).double()
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     x = torch.randn(16, 32, dtype=torch.float64)
-    assert_equal(run(compiled, model, x), run(model, model, x))
+    assert_equal(step(compiled, model, x), step(model, model, x))
     assert {g.reason.split(";")[0] for g in inspect(compiled).gemms} == {"dtype: float64"}
     assert state(compiled).tensors == []
 
 
 def test_a_float64_island_stays_alone():
-    class Island(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(32, 48)
-            self.head = nn.Linear(48, 16).double()
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.inner(x)).double())
-
-    model = Island()
+    layers = {"inner": nn.Linear(32, 48), "head": nn.Linear(48, 16).double()}
+    model = Net(lambda m, x: m.head(torch.tanh(m.inner(x)).double()), **layers)
     compiled = fp8_compile(model, "current", backend="aot_eager")
-    check(model, compiled, torch.randn(24, 32))
-    quantized = {module: {g.quantized for g in inspect(compiled).gemms if g.module == module} for module in ("inner", "head")}
-    assert quantized == {"inner": {True}, "head": {False}}
+    check(compiled, model, torch.randn(24, 32))
+    assert {(g.module, g.quantized) for g in inspect(compiled).gemms} == {("inner", True), ("head", False)}
 
 
-def make(dtype, *shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def make(dtype, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def grouped(x, w):
@@ -189,54 +161,45 @@ def test_operands_of_two_dtypes_are_torchs_error(case, trains):
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", *rest(["delayed", "blockwise", "rowwise"])])
 def test_a_model_with_an_input_of_another_dtype_is_torchs_error(recipe):
-    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    model, x = mlp(64, 48, 32), torch.randn(32, 64, dtype=torch.bfloat16)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     assert error_of(compiled, [x]) == error_of(torch.compile(model, backend="aot_eager"), [x])
     torch._dynamo.reset()
     compiled = fp8_compile(model, recipe, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts both
-        compiled(x).sum().backward()
+    under(torch.bfloat16, compiled)(x).sum().backward()  # which casts both
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 5
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 def test_an_overflow_under_gradscaler_skips_the_step_and_leaves_the_histories_sane(dtype):
-    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+    model, x, target = mlp(32, 48, 32), torch.randn(24, 32), torch.randn(24, 32)
     compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-    x, target = torch.randn(24, 32), torch.randn(24, 32)
 
-    def step(factor=1.0):
+    def train(factor=1.0):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            out = compiled(x)
-        loss = (out.float() - target).square().mean()
+        loss = (under(dtype, compiled)(x).float() - target).square().mean()
         scaler.scale(factor * loss).backward()
         before = [p.detach().clone() for p in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
-        moved = any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
-        return loss.item(), moved
+        return loss.item(), any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
 
-    losses = [step()[0] for _ in range(4)]
-    state(compiled).step()
-    names = state(compiled).tensors
-    assert len(names) == 6
-    scales = {name: state(compiled).scale(name) for name in names}
-    gradients = [name for name in names if name.endswith(":grad_output")]
-
-    assert step(factor=float("inf"))[1] is False
+    losses = [train()[0] for _ in range(4)]
+    held = state(compiled)
+    held.step()
+    assert len(held.tensors) == 6
+    scales = {name: held.scale(name) for name in held.tensors}
+    assert train(factor=float("inf"))[1] is False
     assert scaler.get_scale() == 128.0
-    state(compiled).step()
-    for name in gradients:
-        assert state(compiled).scale(name).equal(scales[name]), "an overflow is no amax"
-        assert state(compiled).num_non_finite(name) == 1
-    for name in names:
-        assert state(compiled).amax_history(name).isfinite().all()
-        assert state(compiled).scale(name).isfinite()
-
-    loss, moved = step()
+    held.step()
+    for name in held.tensors:
+        assert held.amax_history(name).isfinite().all()
+        assert held.scale(name).isfinite()
+        if name.endswith(":grad_output"):
+            assert held.scale(name).equal(scales[name]), "an overflow is no amax"
+            assert held.num_non_finite(name) == 1
+    loss, moved = train()
     assert moved
     assert loss < losses[0]

@@ -11,16 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8RowwiseScaling,
-    Format,
-    MXFP8BlockScaling,
-    fp8_compile,
-    inspect,
-    state,
-)
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, Format, MXFP8BlockScaling, fp8_compile, inspect
 from lowering import hardware
 from lowering.formats import E4M3
 from lowering.operation import NAMESPACE
@@ -28,17 +19,12 @@ from tests.support.cases import each
 from tests.support.copies import casts_by
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
-from tests.support.training import assert_trains_as, step
-from tests.tolerances import REFERENCE_MM, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_OUTLIERS_GAIN, relative_error
+from tests.support.training import assert_trains_as, compiled_step, step
+from tests.tolerances import REFERENCE_MM, SQNR_LINEAR_E4M3, SQNR_OUTLIERS_GAIN, relative_error
 
 ops = torch.ops.lowering
 M, K, N = 48, 80, 112
 SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
-RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", SQUARE)
-
-
-def label(value) -> str:
-    return "mxfp8 2d" if value is SQUARE else str(value)
 
 
 def nodes_of(compiled) -> list:
@@ -47,13 +33,6 @@ def nodes_of(compiled) -> list:
 
 def of(compiled, target) -> list:
     return [n for n in nodes_of(compiled) if n.target is target.default]
-
-
-def trained(model, recipe, x, **options):
-    """The model, compiled, after a step."""
-    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    step(compiled, model, x)
-    return compiled
 
 
 # -- numbers of torchao
@@ -70,10 +49,9 @@ def kept_by_mxfp8(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("spread", [0.0, 3.0])
 def test_an_mxfp8_linear_multiplies_what_torchao_quantizes(spread):
     """Output and gradients are the float64 products of torchao's values, each block along K of its GEMM."""
-    tokens, features_in, features_out = 64, 96, 128
-    linear = nn.Linear(features_in, features_out, bias=False)
-    x = torch.randn(tokens, features_in) * torch.exp(spread * torch.randn(tokens, 1))
-    grad = torch.randn(tokens, features_out) * torch.exp(spread * torch.randn(1, features_out))
+    linear = nn.Linear(96, 128, bias=False)
+    x = torch.randn(64, 96) * torch.exp(spread * torch.randn(64, 1))
+    grad = torch.randn(64, 128) * torch.exp(spread * torch.randn(1, 128))
     found = step(fp8_compile(linear, "mxfp8", backend="aot_eager"), linear, x, loss=lambda out: (out * grad).sum())
     w = linear.weight.detach()
     for got, a, b in zip([found.out, *found.gradients], (x, grad, grad.t()), (w, w.t(), x.t()), strict=True):
@@ -142,16 +120,14 @@ def test_a_rowwise_linear_is_torchaos(recipe, bias, spread):
     expected, scales = torchao_linear(linear, recipe, x, grad)
 
     compiled = fp8_compile(linear, recipe, backend="aot_eager")
-    given = x.clone().requires_grad_()
     with scales_of_casts() as ours:
-        out = compiled(given)
-        out.backward(grad)
+        made = step(compiled, linear, x, loss=lambda out: (out * grad).sum())
     found = [s.flatten() for s in ours]
     assert len(scales) == (6 if recipe == "rowwise" else 4)
     for scale in scales:
         inverse = scale.reciprocal().flatten()
         assert any(f.shape == inverse.shape and torch.equal(f, inverse) for f in found), scale.shape
-    for got, want in zip([out.detach(), given.grad, *(p.grad for p in linear.parameters())], expected, strict=True):
+    for got, want in zip([made.out, *made.gradients], expected, strict=True):
         assert got.dtype == want.dtype == torch.bfloat16
         if got.dim() == 2 and not bias:
             assert bf16_steps(got, want) <= 1
@@ -160,53 +136,6 @@ def test_a_rowwise_linear_is_torchaos(recipe, bias, spread):
 
 
 # -- every recipe
-
-
-@pytest.mark.parametrize(
-    ("recipe", "backend", "gemm", "kept", "casts"),
-    [
-        # Weights, and the gradients of q, k and v, are cast in one launch each; other gradients are read once. Of inputs,
-        # backward makes the copies that it reads: it has the tensors. MXFP8 reads each tensor once but attention's result.
-        *(("blockwise", backend, "blockwise", set(), ([7, 3], 4, 8)) for backend in ("aot_eager", "inductor")),
-        ("rowwise", "inductor", "rowwise", set(), ([7, 3], 4, 8)),
-        ("rowwise_with_gw_hp", "aot_eager", "rowwise", {"grad_weight"}, None),
-        ("mxfp8", "aot_eager", "mxfp8", set(), ([], 17, 2)),
-        (SQUARE, "inductor", "mxfp8", set(), ([], 17, 2)),
-    ],
-    ids=[
-        "blockwise-aot_eager",
-        "blockwise-inductor",
-        "rowwise-inductor",
-        "gw_hp-aot_eager",
-        "mxfp8-aot_eager",
-        "mxfp8 2d-inductor",
-    ],
-)
-def test_llama_block(recipe, backend, gemm, kept, casts):
-    block, x = LlamaBlock().bfloat16(), torch.randn(2, 64, 128, dtype=torch.bfloat16)
-    compiled = fp8_compile(block, recipe, backend=backend)
-    assert_trains_as(compiled, block, x)
-    gemms = inspect(compiled).gemms
-    assert len(gemms) == 21
-    assert {g.role for g in gemms if not g.quantized} == kept
-    assert {(g.a_format, g.b_format) for g in gemms if g.quantized} == {("e4m3", "e4m3")}
-    assert state(compiled).tensors == []
-    assert len(of(compiled, getattr(ops, f"scaled_mm_{gemm}"))) == sum(g.quantized for g in gemms)
-    if casts is not None:
-        target, nodes = getattr(ops, f"cast_{gemm}").default, nodes_of(compiled)
-        many, both, one = casts
-        assert [len(n.args[0]) for n in casts_by(target, nodes, many=True, both=True)] == many
-        assert len(casts_by(target, nodes, many=False, both=True)) == both
-        assert len(casts_by(target, nodes, both=False)) == one
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=label)
-@each("rows", [1, 33, 130])
-def test_ragged_sizes(recipe, rows):
-    model = nn.Sequential(nn.Linear(100, 150), nn.GELU(), nn.Linear(150, 37))
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
-    assert_trains_as(compiled, model, torch.randn(rows, 100), output=SQNR_LINEAR_E4M3, gradient=SQNR_LINEAR_E5M2)
-    assert all(g.quantized for g in inspect(compiled).gemms if recipe != "rowwise_with_gw_hp" or g.role != "grad_weight")
 
 
 @each(
@@ -294,34 +223,37 @@ def test_formats_and_blocks_by_option(recipe, formats):
 # -- nodes
 
 
+def compiled_mlp(recipe, *sizes, rows=32):
+    compiled, _ = compiled_step(mlp(*sizes), recipe, torch.randn(rows, sizes[0]))
+    return compiled
+
+
 def test_granularities_of_blockwise_gemms():
-    compiled = trained(mlp(128, 128, 128), "blockwise", torch.randn(32, 128))
-    dims = [(n.kwargs["granularity_a"], n.kwargs["granularity_b"]) for n in of(compiled, ops.scaled_mm_blockwise)]
+    gemms = of(compiled_mlp("blockwise", 128, 128, 128), ops.scaled_mm_blockwise)
+    dims = [(n.kwargs["granularity_a"], n.kwargs["granularity_b"]) for n in gemms]
     assert sorted(dims) == [("block_1x128", "block_128x128")] * 4 + [("block_1x128", "block_1x128")] * 2
     assert {type(value) for pair in dims for value in pair} == {str}, "a member of an enum could not be printed as code"
 
 
 def test_mxfp8_scales_are_uint8_and_data_are_padded_to_whole_blocks():
-    gemms = of(trained(mlp(40, 72, 33), "mxfp8", torch.randn(33, 40)), ops.scaled_mm_mxfp8)
+    gemms = of(compiled_mlp("mxfp8", 40, 72, 33, rows=33), ops.scaled_mm_mxfp8)
     assert len(gemms) == 6
-    for node in gemms:
-        a, b, scale_a, scale_b = (arg.meta["val"] for arg in node.args[:4])
-        assert scale_a.dtype == scale_b.dtype == torch.uint8
+    for a, b, *scales in ([arg.meta["val"] for arg in node.args[:4]] for node in gemms):
+        assert [scale.dtype for scale in scales] == [torch.uint8] * 2
         assert a.shape[1] == b.shape[0]
-        assert a.shape[1] % 32 == 0
-        assert b.shape[1] % 16 == 0
+        assert (a.shape[1] % 32, b.shape[1] % 16) == (0, 0)
 
 
 def test_square_blocks_are_for_weights_alone():
-    casts = of(trained(mlp(64, 96, 64), SQUARE, torch.randn(32, 64)), ops.cast_mxfp8)
-    squares = {n.kwargs["square"]: set() for n in casts}
-    for node in casts:
-        squares[node.kwargs["square"]].add(tuple(node.args[0][0].meta["val"].shape))
-    assert squares == {True: {(96, 64), (64, 96)}, False: {(32, 64), (32, 96)}}, "the weights [out, in]"
+    casts = of(compiled_mlp(SQUARE, 64, 96, 64), ops.cast_mxfp8)
+    assert {(n.kwargs["square"], tuple(n.args[0][0].meta["val"].shape)) for n in casts} == {
+        *((True, shape) for shape in ((96, 64), (64, 96))),  # the weights [out, in]
+        *((False, shape) for shape in ((32, 64), (32, 96))),
+    }
 
 
 def test_with_grad_weight_in_high_precision_each_tensor_has_one_copy_per_scale():
-    compiled = trained(mlp(64, 128, 96), "rowwise_with_gw_hp", torch.randn(32, 64))
+    compiled = compiled_mlp("rowwise_with_gw_hp", 64, 96, 48)
     assert len(of(compiled, ops.scaled_mm_rowwise)) == 4
     assert len(of(compiled, ops.cast_rowwise)) == 6, "inputs, weights and output gradients along their rows"
     assert len(of(compiled, ops.cast)) == 1, "weights per tensor"
@@ -330,13 +262,10 @@ def test_with_grad_weight_in_high_precision_each_tensor_has_one_copy_per_scale()
 
 
 def test_options_of_rows_reach_the_operations():
-    recipe = Float8RowwiseScaling(
-        use_power_2_scales=False, amax_epsilon=1e-3, fast_accum_output=False, fast_accum_grad_input=True
-    )
-    compiled = trained(mlp(), recipe, torch.randn(32, 64))
+    accumulation = {"fast_accum_output": False, "fast_accum_grad_input": True}
+    compiled = compiled_mlp(Float8RowwiseScaling(use_power_2_scales=False, amax_epsilon=1e-3, **accumulation), 64, 128, 64)
     casts = [n for n in nodes_of(compiled) if str(n.target).startswith("lowering.cast")]
-    assert casts
-    assert all((n.kwargs["power_of_2"], n.kwargs["epsilon"]) == (False, 1e-3) for n in casts)
+    assert {(n.kwargs["power_of_2"], n.kwargs["epsilon"]) for n in casts} == {(False, 1e-3)}
     gemms = of(compiled, ops.scaled_mm_rowwise)
     assert sorted(n.kwargs["fast_accum"] for n in gemms) == [False] * 4 + [True] * 2
     assert {a.meta["val"].dtype for n in gemms for a in n.args[:2]} == {E4M3}

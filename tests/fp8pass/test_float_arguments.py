@@ -23,7 +23,6 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def models():
-    """The plain model and an input."""
     torch.manual_seed(0)
     return Scaled(), torch.randn(32, 64)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass import fp8_compile, inspect
+from fp8pass import inspect
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import fold_elements
 from tests.support.models import LlamaBlock
+from tests.support.training import assert_equal, compiled_step
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -82,19 +83,12 @@ def test_what_is_left_alone():
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_training_is_the_same_without_it_and_backward_gets_fewer_inputs(recipe):
+    model, x = LlamaBlock(64, 128, 2), torch.randn(1, 16, 64)
     results, saved = [], []
     for left_out in ((), ("fold elements",)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = LlamaBlock(64, 128, 2)
         with without(*left_out):
-            compiled = fp8_compile(model, recipe, backend="aot_eager")
-            x = torch.randn(1, 16, 64, generator=torch.manual_seed(1), requires_grad=True)
-            for _ in range(3):
-                compiled(x).square().sum().backward()
-        backward = inspect(compiled).graphs[0].backward.graph
-        saved.append(len(backward.find_nodes(op="placeholder")))
-        results.append([x.grad, *(p.grad for p in model.parameters())])
-    for made, other in zip(*results, strict=True):
-        assert torch.equal(made, other)
+            compiled, found = compiled_step(model, recipe, x, count=3)
+        results.append(found)
+        saved.append(len(inspect(compiled).graphs[0].backward.graph.find_nodes(op="placeholder")))
+    assert_equal(*results)
     assert saved[0] < saved[1]

@@ -24,64 +24,34 @@ def custom():
 
 
 def node_of(function, *shapes, mode="fake"):
-    """The last operation of a function."""
     graph = make_fx(function, tracing_mode=mode)(*(torch.randn(s) for s in shapes)).graph
     (result,) = graph.find_nodes(op="output")[0].args
     return result
 
 
+SCALED = (torch.ops.lowering.scaled_mm.default, torch.ops.lowering.scaled_mm_blockwise.default)
 MATMULS = [
-    (aten.mm.default, True),
-    (aten.addmm.default, True),
-    (aten.bmm.default, True),
-    (aten.baddbmm.default, True),
-    (aten.addbmm.default, True),
-    (aten.linear.default, True),
-    (aten._int_mm.default, True),
-    (aten._scaled_mm.default, True),
-    (aten.mv.default, False),
-    (aten.dot.default, False),
-    (aten.outer.default, False),
-    (aten.convolution.default, False),
-    (aten._transformer_encoder_layer_fwd.default, True),
+    *((getattr(aten, name).default, True) for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "_int_mm")),
+    *((getattr(aten, name).default, False) for name in ("mv", "dot", "outer", "convolution", "upsample_linear1d")),
+    *((getattr(aten, f"_{name}").default, True) for name in ("scaled_mm", "transformer_encoder_layer_fwd")),
     (aten._native_multi_head_attention.default, True),
-    (aten.upsample_linear1d.default, False),
     (torch.matmul, False),  # no operation of a traced graph
-    (torch.ops.lowering.scaled_mm.default, False),
-    (torch.ops.lowering.scaled_mm_blockwise.default, False),
+    *((target, False) for target in (*SCALED, torch.ops.lowering.cast.default, torch.ops.lowering.multi_amax.default)),
 ]
 
 
 @each(("target", "expected"), MATMULS)
 def test_matmuls(target, expected):
-    assert gemms.is_matmul(fx.Graph().call_function(target, ())) == expected
+    node = fx.Graph().call_function(target, ())
+    assert gemms.is_matmul(node) == expected
+    assert gemms.is_scaled_gemm(node) == (target in SCALED)
 
 
-def test_operations_of_others_count_by_whole_words(custom):
+def test_operations_of_others_count_by_whole_words_and_only_calls(custom):
     graph = fx.Graph()
     found = [gemms.is_matmul(graph.call_function(t.default, ())) for t in (custom.my_gemm, custom.gemmology, custom.linear)]
     assert found == [True, False, True]
-
-
-def test_only_calls_are_matmuls():
-    assert not gemms.is_matmul(fx.Graph().placeholder("mm"))
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        (torch.ops.lowering.scaled_mm.default, True),
-        (torch.ops.lowering.scaled_mm_blockwise.default, True),
-        (torch.ops.lowering.cast.default, False),
-        (torch.ops.lowering.multi_amax.default, False),
-        (aten._scaled_mm.default, False),
-        (aten.mm.default, False),
-        (torch.matmul, False),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_scaled_gemms(target, expected):
-    assert gemms.is_scaled_gemm(fx.Graph().call_function(target, ())) == expected
+    assert not gemms.is_matmul(graph.placeholder("mm"))
 
 
 COUNTERPARTS = {
@@ -95,15 +65,12 @@ COUNTERPARTS = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTERPARTS)
+@each("case", COUNTERPARTS)
 def test_what_an_fp8_gemm_takes_the_place_of(case):
     function, shapes, expected = COUNTERPARTS[case]
     assert gemms.has_fp8_counterpart(node_of(function, *shapes)) == expected
-
-
-def test_a_batch_of_unknown_size_is_not_a_batch_of_one():
-    node = node_of(lambda a, b: torch.bmm(a, b), (3, 4, 6), (3, 6, 8), mode="symbolic")
-    assert not gemms.is_batch_of_one(node)
+    if case == "bmm of two":
+        assert not gemms.is_batch_of_one(node_of(function, *shapes, mode="symbolic")), "of unknown size"
 
 
 OPERANDS = {
@@ -116,7 +83,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("case", OPERANDS)
+@each("case", OPERANDS)
 def test_operands_and_addends(case):
     function, shapes, operands, addend = OPERANDS[case]
     node = node_of(function, *shapes)
@@ -125,22 +92,19 @@ def test_operands_and_addends(case):
     assert (None if found is None else found.name.removesuffix("_1")) == addend
 
 
-def custom_call(custom, *values):
-    graph = fx.Graph()
-    nodes = []
-    for i, value in enumerate(values):
-        nodes.append(graph.placeholder(f"x{i}"))
-        nodes[-1].meta["val"] = value
-    return graph.call_function(custom.my_gemm.default, tuple(nodes))
-
-
 def test_operands_of_an_operation_of_others(custom):
+    def call(*values):
+        graph = fx.Graph()
+        nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
+        for node, value in zip(nodes, values, strict=True):
+            node.meta["val"] = value
+        return graph.call_function(custom.my_gemm.default, tuple(nodes))
+
     matrix, vector = torch.empty(4, 4, device="meta"), torch.empty(4, device="meta")
-    three = custom_call(custom, matrix, matrix, vector)
+    three = call(matrix, matrix, vector)
     assert gemms.operands_of(three) == three.args[:2]
-    assert gemms.operands_of(custom_call(custom, 3, matrix, matrix))[0].name == "x1", "an int is no operand"
-    assert gemms.operands_of(custom_call(custom, matrix)) == ()
-    assert gemms.operands_of(custom_call(custom, matrix, vector)) == ()
+    assert gemms.operands_of(call(3, matrix, matrix))[0].name == "x1", "an int is no operand"
+    assert gemms.operands_of(call(matrix)) == gemms.operands_of(call(matrix, vector)) == ()
     assert gemms.addend_of(three) is None
 
 
@@ -155,7 +119,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("case", FORMS)
+@each("case", FORMS)
 def test_forms_of_grouped_gemms(case):
     (a, b), has_offs, form, sizes, groups = FORMS[case]
     graph = fx.Graph()

@@ -1,6 +1,5 @@
 """Matrix values: what an operand is seen through, and where the search stops."""
 
-import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -67,7 +66,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("case", STOPS)
+@each("case", STOPS)
 def test_where_the_search_stops(case):
     function, sizes = STOPS[case]
     given, operand = traced(function, (4, 6))
@@ -76,7 +75,7 @@ def test_where_the_search_stops(case):
     assert ((value.rows, value.cols), transposed) == (sizes, False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+@each("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
 def test_casts_from_other_dtypes_are_not_seen_through(dtype):
     given, operand = traced(lambda x: x.to(torch.bfloat16), (4, 6), dtype=dtype)
     value, _ = resolve(operand)
@@ -88,21 +87,15 @@ def test_casts_from_other_dtypes_are_not_seen_through(dtype):
     assert value.dtype is torch.float16
 
 
-def test_a_copy_to_another_device_is_not_a_cast():
+def test_casts_to_another_device_and_batches_of_one():
     _, operand = traced(lambda x: torch.ops.aten._to_copy(x, dtype=torch.bfloat16, device="meta"), (4, 6))
     assert resolve(operand)[0].root is operand
-
-
-def test_the_leading_dimension_of_a_batch_of_one_is_left_out():
     given, operand = traced(lambda x: x.transpose(1, 2), (1, 4, 6))
     value, transposed = resolve(operand)
     assert (value.root, value.rows, value.cols, transposed) == (given["x"], 4, 6, True)
     given, operand = traced(lambda x: x.transpose(1, 2), (2, 4, 6))
     value, transposed = resolve(operand)
     assert (value.root, value.rows, value.cols, transposed) == (operand, 6, 4, False)
-
-
-def test_the_reshape_that_gives_the_sizes():
     _, operand = traced(lambda x: x.view(8, 6).t(), (2, 4, 6))
     value, transposed = resolve(operand)
     assert transposed
@@ -137,19 +130,15 @@ def test_symbolic_sizes_are_compared_without_a_guard():
     assert len(shape_env.guards) == before
 
 
-@pytest.mark.parametrize(
-    ("function", "order"),
-    [
-        (lambda x: x.permute(2, 0, 1), [2, 0, 1]),
-        (lambda x: x.permute(-1, 0, -2), [2, 0, 1]),
-        (lambda x: x.transpose(0, -1), [2, 1, 0]),
-        (lambda x: x.transpose(1, 1), [0, 1, 2]),
-        (lambda x: x.view(8, 6), None),
-    ],
-)
-def test_permutations(function, order):
-    _, operand = traced(function, (2, 4, 6))
-    assert permutation(operand) == order
+def test_permutations():
+    functions = {
+        lambda x: x.permute(2, 0, 1): [2, 0, 1],
+        lambda x: x.permute(-1, 0, -2): [2, 0, 1],
+        lambda x: x.transpose(0, -1): [2, 1, 0],
+        lambda x: x.transpose(1, 1): [0, 1, 2],
+        lambda x: x.view(8, 6): None,
+    }
+    assert [permutation(traced(function, (2, 4, 6))[1]) for function in functions] == list(functions.values())
 
 
 def test_what_depends_on_a_node_and_what_is_made_of_nodes_alone():

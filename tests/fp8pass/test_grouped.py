@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import InvariantError
@@ -12,8 +11,10 @@ from fp8pass.graph.cursor import is_pinned
 from fp8pass.rewrite.verify import verify
 from tests.support.copies import CastNode, scaled_gemms
 from tests.support.joint import calls, trace, two_ranks
+from tests.support.models import Net, Stack
 from tests.support.moe import RECIPES, Experts, FallbackExperts, GatheredExperts, MoE, expected, offsets
 from tests.support.numerics import sqnr
+from tests.support.training import assert_equal, compiled_step, step
 from tests.tolerances import SQNR_EMULATED, SQNR_MODEL_GRADIENT
 
 aten = torch.ops.aten
@@ -23,13 +24,19 @@ ALL_IN_ONE = (0, 0, 0, sum(SIZES), 0, 0, 0, 0, 0, 0)
 K, N = 48, 80
 
 
+ROLES = ("output", "grad_weight", "grad_input")
+
+
+def roles_of(compiled):
+    return [(g.role, g.groups, g.quantized) for g in inspect(compiled).gemms]
+
+
 def compiled_experts(recipe, dtype=torch.bfloat16):
     model = Experts(len(SIZES), K, N, dtype)
     return model, fp8_compile(model, recipe, backend="aot_eager")
 
 
 def run(compiled, model, x, dy, offs):
-    """Output, grad_input and grad_weight."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     out = compiled(x, offs)
@@ -37,21 +44,11 @@ def run(compiled, model, x, dy, offs):
     return out.detach(), x.grad, model.weight.grad
 
 
-class _WithShared(nn.Module):
-    """Experts, and a linear that reads the same rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts, self.shared = Experts(4, K, N), nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x, offs):
-        return self.experts(x, offs), self.shared(x)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_that_a_linear_reads_too(recipe):
     """To the plan a matrix and its rows in groups are two tensors, each quantized once: as if each layer were alone."""
-    model, offs = _WithShared(), offsets((5, 17, 0, 10))
+    layers = {"experts": Experts(4, K, N), "shared": nn.Linear(K, N, bias=False, dtype=torch.bfloat16)}
+    model, offs = Net(lambda m, x, offs: (m.experts(x, offs), m.shared(x)), **layers), offsets((5, 17, 0, 10))
     x = torch.randn(32, K, dtype=torch.bfloat16)
     both = fp8_compile(model, recipe, backend="aot_eager", select="all")
     out = both(x, offs)
@@ -80,12 +77,7 @@ def test_equals_a_loop_over_the_experts_bit_for_bit(recipe, spare):
         found = run(fresh, model, x, dy, offsets(sizes))
         wanted = expected(recipe, x, model.weight, dy, sizes)
         assert [got.equal(want) for got, want in zip(found, wanted, strict=True)] == [True] * 3
-    gemms = inspect(compiled if recipe != "delayed" else fresh).gemms
-    assert [(g.role, g.groups, g.quantized) for g in gemms] == [
-        ("output", len(SIZES), True),
-        ("grad_weight", len(SIZES), True),
-        ("grad_input", len(SIZES), True),
-    ]
+    assert roles_of(compiled if recipe != "delayed" else fresh) == [(role, len(SIZES), True) for role in ROLES]
 
 
 # -- which GEMMs, and their names
@@ -94,26 +86,15 @@ def test_equals_a_loop_over_the_experts_bit_for_bit(recipe, spare):
 def test_names_are_those_of_the_stacks_and_the_router_stays():
     compiled = fp8_compile(MoE().to(torch.bfloat16), DelayedScaling(amax_history_len=4), backend="aot_eager")
     compiled(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    found = {(g.module, g.role): (g.m, g.n, g.k, g.groups) for g in inspect(compiled).gemms if g.quantized}
-    assert found == {
-        ("up", "output"): (64, 96, 64, 4),
-        ("up", "grad_input"): (64, 64, 96, 4),
-        ("up", "grad_weight"): (96, 64, 64, 4),
-        ("down", "output"): (64, 64, 48, 4),
-        ("down", "grad_input"): (64, 48, 64, 4),
-        ("down", "grad_weight"): (64, 48, 64, 4),
-    }
+    found = {f"{g.module}:{g.role}": (g.m, g.n, g.k) for g in inspect(compiled).gemms if g.groups == 4 and g.quantized}
+    of_up = {"up:output": (64, 96, 64), "up:grad_input": (64, 64, 96), "up:grad_weight": (96, 64, 64)}
+    of_down = {"down:output": (64, 64, 48), "down:grad_input": (64, 48, 64), "down:grad_weight": (64, 48, 64)}
+    assert found == of_up | of_down
     assert {g.module for g in inspect(compiled).gemms if not g.quantized} == {"router"}
     assert "64 x 96 x 64, 4 groups" in str(inspect(compiled))
     scales = {name: tuple(state(compiled).scale(name).shape) for name in state(compiled).tensors}
-    assert scales == {
-        "up:input": (),
-        "up:weight": (4,),
-        "down:input": (),
-        "down:weight": (4,),
-        "down:grad_output": (),
-        "up:grad_output": (),
-    }
+    kinds = {"input": (), "weight": (4,), "grad_output": ()}
+    assert scales == {f"{module}:{kind}": shape for module in ("up", "down") for kind, shape in kinds.items()}
     assert state(compiled).amax_history("up:weight").shape == (4, 4)
 
 
@@ -171,11 +152,8 @@ def test_bmm_with_a_parameter_equals_a_loop(recipe, use_bias):
     torch.testing.assert_close(out, want_out, rtol=1e-6, atol=1e-6)  # K is summed in another order
     torch.testing.assert_close(x.grad, want_dx.view_as(x), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model.weight.grad, want_dw.transpose(1, 2), rtol=1e-6, atol=1e-6)
-    assert {(g.role, g.op, g.groups) for g in inspect(compiled).gemms if g.quantized} == {
-        ("output", "baddbmm" if use_bias else "bmm", 3),
-        ("grad_weight", "bmm", 3),
-        ("grad_input", "bmm", 3),
-    }
+    ops = {"output": "baddbmm" if use_bias else "bmm", "grad_weight": "bmm", "grad_input": "bmm"}
+    assert {(g.role, g.op, g.groups) for g in inspect(compiled).gemms if g.quantized} == {(r, op, 3) for r, op in ops.items()}
 
 
 def test_stacks_of_both_operands():
@@ -189,36 +167,20 @@ def test_stacks_of_both_operands():
     compiled = fp8_compile(model, "current", backend="aot_eager")
     x = torch.randn(3, 24, 40, dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()
-    assert [(g.role, g.groups, g.quantized) for g in inspect(compiled).gemms] == [
-        ("output", 3, True),
-        ("grad_weight", 3, True),
-        ("grad_input", 3, True),
-    ]
+    assert roles_of(compiled) == [(role, 3, True) for role in ROLES]
 
 
-REFUSED = {
-    "blocks that span groups": (
-        Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
-        "x_block_scaling_dim=1 runs",
-        "output",
-    ),
-    "blocks of gradients": (
-        Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
-        "grad_block_scaling_dim=1 runs",
-        "grad_input",
-    ),
-    "dequantized": (
-        Float8BlockScaling(backward_override="dequantized"),
-        "a grouped GEMM reads its original operands",
-        "grad_weight",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_reasons(case):
-    recipe, text, role = REFUSED[case]
-    model, compiled = compiled_experts(recipe)
+@pytest.mark.parametrize(
+    ("options", "role", "text"),
+    [
+        ({"x_block_scaling_dim": 2, "w_block_scaling_dim": 1}, "output", "x_block_scaling_dim=1 runs"),
+        ({"grad_block_scaling_dim": 2, "w_block_scaling_dim": 1}, "grad_input", "grad_block_scaling_dim=1 runs"),
+        ({"backward_override": "dequantized"}, "grad_weight", "a grouped GEMM reads its original operands"),
+    ],
+    ids=str,
+)
+def test_reasons(options, role, text):
+    model, compiled = compiled_experts(Float8BlockScaling(**options))
     x, dy = torch.randn(440, K, dtype=torch.bfloat16), torch.randn(440, N, dtype=torch.bfloat16)
     run(compiled, model, x, dy, offsets(SIZES))
     (gemm,) = [g for g in inspect(compiled).gemms if g.role == role]
@@ -333,37 +295,20 @@ def test_a_number_of_tokens_that_changes(recipe):
     model = MoE().to(torch.bfloat16)
     compiled = fp8_compile(model, recipe, backend="aot_eager", dynamic=True)
     for tokens in (32, 48, 81):
-        x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
-        compiled(x).square().sum().backward()
-        plain = x.detach().clone().requires_grad_()
-        model(plain).square().sum().backward()
-        assert sqnr(plain.grad, x.grad) >= SQNR_MODEL_GRADIENT
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+        found, plain = (step(call, model, x).inputs[0] for call in (compiled, model))
+        assert sqnr(plain, found) >= SQNR_MODEL_GRADIENT
     assert len(inspect(compiled).graphs) == 1
     assert {g.quantized for g in inspect(compiled).gemms if g.module != "router"} == {True}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_checkpointing_changes_no_bit(recipe):
-    class Block(nn.Module):
-        def __init__(self, is_checkpointed):
-            super().__init__()
-            self.moe, self.is_checkpointed = MoE(), is_checkpointed
-
-        def forward(self, x):
-            return checkpoint(self.moe, x, use_reentrant=False) if self.is_checkpointed else self.moe(x)
-
-    found = []
-    for is_checkpointed in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Block(is_checkpointed).to(torch.bfloat16)
-        compiled = fp8_compile(model, recipe, backend="aot_eager")
-        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3):
-            out = compiled(x)
-            out.square().sum().backward()
-        found.append((out, x.grad, model.moe.up.grad, model.moe.down.grad))
-    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    model, x = Stack([MoE()]).to(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    _, expected = compiled_step(model, recipe, x, count=3)
+    model.options = {"use_reentrant": False}  # of checkpoint
+    _, found = compiled_step(model, recipe, x, count=3)
+    assert_equal(found, expected)
 
 
 def test_gathered_weights_of_experts_travel_in_high_precision():
@@ -384,16 +329,10 @@ def test_gathered_weights_of_experts_travel_in_high_precision():
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])  # tests/test_gpu_smoke.py has experts with every recipe
 def test_with_inductor(recipe):
     """Equal to the results without code generation, but for the roundings of pointwise code."""
-    model = MoE().to(torch.bfloat16)
-    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    model, x = MoE().to(torch.bfloat16), torch.randn(64, 64, dtype=torch.bfloat16)
     results = []
     for backend in ("aot_eager", "inductor"):
-        torch._dynamo.reset()
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        compiled = fp8_compile(model, recipe, backend=backend)
-        out = compiled(leaf)
-        out.square().sum().backward()
+        compiled, found = compiled_step(model, recipe, x, backend=backend, loss=lambda out: out.square().sum())
         assert sum(g.quantized for g in inspect(compiled).gemms) == 6
-        results.append([out.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        results.append([found.out, *found.gradients])
     assert all(sqnr(a, b) > SQNR_EMULATED[torch.bfloat16] for a, b in zip(*results, strict=True))

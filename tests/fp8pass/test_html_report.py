@@ -5,6 +5,7 @@ import html.parser
 import json
 import re
 import shutil
+import types
 
 import pytest
 import torch
@@ -22,12 +23,8 @@ NAUGHTY = '<img src=x onerror="document.title=1">&'
 @pytest.fixture(scope="module")
 def compiled():
     torch.manual_seed(0)
-    model = fp8_compile(
-        Stack((LlamaBlock(32, 64, 2) for _ in range(2)), nn.Linear(32, 48)),
-        "delayed",
-        backend="aot_eager",
-        rules={"layers.1.wq": None},
-    )
+    model = Stack((LlamaBlock(32, 64, 2) for _ in range(2)), nn.Linear(32, 48))
+    model = fp8_compile(model, "delayed", backend="aot_eager", rules={"layers.1.wq": None})
     for _ in range(3):
         model(torch.randn(2, 16, 32, requires_grad=True)).square().mean().backward()
     return model
@@ -48,8 +45,6 @@ def page(compiled, tmp_path_factory):
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags with attributes, and the cells of each table."""
-
     def __init__(self, text):
         super().__init__()
         self.tags, self.tables = [], []
@@ -83,30 +78,24 @@ def test_the_page_loads_nothing_and_runs_no_foreign_code(page):
     assert "@media print" in text
 
 
-def test_the_table_has_a_row_per_gemm(compiled, page):
+def test_the_table_has_a_row_per_gemm_and_the_summary_counts(compiled, page):
     report = inspect(compiled)
-    rows = Reader(page.read_text(encoding="utf-8")).tables[1][1:]
-    expected = [
-        [g.module, g.role, f"{g.m} x {g.n} x {g.k}", "delayed" if g.quantized else "-", g.reason or ""] for g in report.gemms
-    ]
-    assert [[*row[:4], row[7]] for row in rows] == expected
+    text = page.read_text(encoding="utf-8")
+    rows = Reader(text).tables[1][1:]
+    for row, g in zip(rows, report.gemms, strict=True):
+        recipe = "delayed" if g.quantized else "-"
+        assert [*row[:4], row[7]] == [g.module, g.role, f"{g.m} x {g.n} x {g.k}", recipe, g.reason or ""]
     assert rows[0][6] == "benchmarks/models.py:31"
-
-
-def test_the_summary(compiled, page):
-    report, text = inspect(compiled), page.read_text(encoding="utf-8")
     flops = {q: sum(2 * g.m * g.n * g.k for g in report.gemms if g.quantized is q) for q in (True, False)}
     assert f"<b>{sum(g.quantized for g in report.gemms)} of {len(report.gemms)}</b>" in text
     assert f"<b>{flops[True] / sum(flops.values()):.1%}</b>" in text
     assert f"<b>{report.speedup:.2f} x</b>" in text
     for dtype in report.graphs[0].saved_dtypes:
         assert f"</span>{dtype} " in text
-
-
-def test_the_use_of_torchs_cache(compiled, page):
-    ((name, use),) = inspect(compiled).cache.items()
+    ((name, use),) = report.cache.items()
     assert (name, use) == ("graph_0", "bypassed: torch caches generated code only")
-    assert f"Compile cache: {name} {use}." in page.read_text(encoding="utf-8")
+    assert f"Compile cache: {name} {use}." in text
+    assert "SQNR" not in text, "no numbers without a monitor"
 
 
 def test_saved_bytes_by_dtype_are_those_of_the_graph(compiled):
@@ -114,13 +103,12 @@ def test_saved_bytes_by_dtype_are_those_of_the_graph(compiled):
     graph = inspect(compiled).graphs[0]
     nodes = graph.forward.graph.output_node().args[0][1:]
     inputs = {n.meta["val"].untyped_storage()._cdata for n in graph.forward.graph.find_nodes(op="placeholder")}
-    found = {}
+    found, by_dtype = {}, {}
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
             key = value.untyped_storage()._cdata
             found[key] = max(found.get(key, (0, "")), (value.nbytes, str(value.dtype).removeprefix("torch.")))
-    by_dtype = {}
     for size, dtype in found.values():
         by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     assert graph.saved_dtypes == by_dtype
@@ -128,10 +116,12 @@ def test_saved_bytes_by_dtype_are_those_of_the_graph(compiled):
     assert any("float8" in dtype for dtype in by_dtype)
 
 
+def maps_of(path):
+    return json.loads(re.search(r"const maps = (.*);", path.read_text(encoding="utf-8"))[1])
+
+
 def test_the_heat_maps(compiled, page):
-    text = page.read_text(encoding="utf-8")
-    maps = json.loads(re.search(r"const maps = (.*);", text)[1])
-    coverage, amax, scale = maps
+    coverage, amax, scale = maps_of(page)
     assert coverage["rows"] == ["layers.0", "layers.1", "head"]
     assert coverage["columns"][:3] == ["wq:output", "wq:grad_input", "wq:grad_weight"]
     assert len(coverage["cells"]) == len(inspect(compiled).gemms)
@@ -143,7 +133,9 @@ def test_the_heat_maps(compiled, page):
     assert len(amax["cells"]) == len(scale["cells"]) == len(values.tensors)
 
 
-def test_long_names_are_whole(tmp_path):
+def test_long_names_are_whole_and_a_page_before_the_first_call(tmp_path):
+    inspect(fp8_compile(mlp(), "delayed")).to_html(tmp_path / "page.html")
+    assert "Nothing is compiled yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
     name = "a_module_with_a_name_that_is_longer_than_the_margin_of_a_table"
     model = nn.ModuleDict({name: nn.Linear(64, 64)})
     compiled = fp8_compile(lambda x: model[name](x), "current", backend="aot_eager")
@@ -211,24 +203,6 @@ def test_names_are_escaped_everywhere(tmp_path):
     assert text.count("\\u003cimg") >= 1
 
 
-def test_before_the_first_call(tmp_path):
-    inspect(fp8_compile(mlp(), "delayed")).to_html(tmp_path / "page.html")
-    assert "Nothing is compiled yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
-class ManyHistories:
-    """The state of 200 layers, with long histories."""
-
-    def __init__(self, tensors):
-        self.tensors, self.history = tensors, torch.rand(1024) + 0.5
-
-    def amax_history(self, name):
-        return self.history
-
-    def scale(self, name):
-        return torch.tensor(3.0)
-
-
 def test_a_model_of_200_layers(compiled, measured):
     """Its records, its state and its numbers: compiling one takes minutes."""
     report = inspect(compiled)
@@ -238,7 +212,10 @@ def test_a_model_of_200_layers(compiled, measured):
         return [dataclasses.replace(r, **{name: getattr(r, name).replace("0", str(i), 1)}) for i in range(200) for r in layer]
 
     many, numbers = repeated(report.gemms, "module"), repeated(measured.tensors, "name")
-    histories = ManyHistories([tensor.name for tensor in numbers])
+    history = torch.rand(1024) + 0.5
+    histories = types.SimpleNamespace(
+        tensors=[t.name for t in numbers], amax_history=lambda name: history, scale=lambda name: torch.tensor(3.0)
+    )
     text = make_page(dataclasses.replace(report, gemms=many), histories, dataclasses.replace(measured, tensors=tuple(numbers)))
     assert len(many) == 4200
     assert len(numbers) == 3600
@@ -249,14 +226,14 @@ def test_numbers_of_a_monitor(compiled, measured, tmp_path):
     """Attached, or given; the blockwise recipe, whose copies have numbers of their own and no history."""
     path = tmp_path / "page.html"
     inspect(compiled).to_html(path, measured)
-    assert len(json.loads(re.search(r"const maps = (.*);", path.read_text(encoding="utf-8"))[1])) == 5
+    assert len(maps_of(path)) == 5
     model = fp8_compile(mlp(32, 64, 32), "blockwise", backend="aot_eager")
     watching = monitor(model, every=1)
     model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
     inspect(model).to_html(path)
     text = path.read_text(encoding="utf-8")
     assert re.findall("<option>([a-zA-Z]+)</option>", text)[:4] == ["coverage", "amax", "SQNR", "underflow"]
-    sqnr = json.loads(re.search(r"const maps = (.*);", text)[1])[2]
+    sqnr = maps_of(path)[2]
     worst = {}
     for tensor in watching.latest.tensors:
         worst[tensor.name] = min(tensor.sqnr, worst.get(tensor.name, 1000.0))
@@ -264,10 +241,6 @@ def test_numbers_of_a_monitor(compiled, measured, tmp_path):
     assert found == {name: f"{value:.3g} dB" for name, value in worst.items()}
     for name, value in worst.items():
         assert re.search(rf"{name}</span><br>amax [^,]+, SQNR {value:.3g} dB, underflow", text)
-
-
-def test_no_numbers_without_a_monitor(page):
-    assert "SQNR" not in page.read_text(encoding="utf-8")
 
 
 def test_long_histories_are_thinned_by_their_maxima():

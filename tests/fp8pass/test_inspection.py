@@ -18,7 +18,14 @@ from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import BlockwiseKind
 from lowering.formats import E4M3, Granularity
 from lowering.mxfp8 import gemm as mxfp8
-from tests.support.models import Stack, mlp
+from tests.support.models import Net, Stack, mlp
+
+
+def inspected(model, recipe, *args, **options):
+    """The inspection of a model after a step, which gets numbers [16, 64] if no arguments are given."""
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    compiled(*(args or [torch.randn(16, 64, requires_grad=True)])).sum().backward()
+    return inspect(compiled)
 
 
 def compiled_deep(backend="aot_eager", depth=4, **options):
@@ -30,27 +37,32 @@ def compiled_deep(backend="aot_eager", depth=4, **options):
 
 @functools.cache
 def deep(*in_high_precision):
-    """One for all tests that do nothing but inspect it."""
     return compiled_deep(rules=dict.fromkeys(in_high_precision))
 
 
-def test_before_the_first_call():
+def test_before_the_first_call_and_in_inference():
     compiled = fp8_compile(mlp())
     report = inspect(compiled)
     assert report.gemms == []
     assert report.graphs == []
     assert "Nothing is compiled yet" in str(report)
+    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
+    with torch.inference_mode():
+        compiled(torch.randn(16, 64))
+    graph = inspect(compiled).graphs[0]
+    assert graph.backward is None
+    assert graph.saved_bytes == 0
+    assert [g.role for g in inspect(compiled).gemms] == ["output", "output"]
 
 
-def test_table_folds_equal_layers():
-    lines = str(inspect(deep())).splitlines()
+def test_the_table_folds_equal_layers_and_says_why_a_gemm_stays():
+    report = inspect(deep())
+    lines = str(report).splitlines()
+    assert repr(report) == str(report).rstrip("\n")
     assert sum("layers.0-3.0 (x4)" in line for line in lines) == 3
     assert sum("layers.0-3.2 (x4)" in line for line in lines) == 3
     assert sum("│ head " in line for line in lines) == 3
     assert lines[-1] == "27 of 27 GEMMs run in FP8, in 1 graph."
-
-
-def test_table_says_why_a_gemm_stays():
     text = str(inspect(deep("head")))
     assert "why not FP8" in text
     assert "rule: 'head' keeps high precision" in text
@@ -76,15 +88,8 @@ def test_inductor_fills_in_both_sides_of_the_partition():
 
 
 def test_linears_outside_of_every_gemm_are_named_even_where_there_is_no_gemm():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.up = nn.LayerNorm(32), nn.Linear(32, 32)
-
-        def forward(self, x, is_long=False):
-            return self.up(x) if is_long else self.norm(x)
-
-    compiled = fp8_compile(Branches(), "current", backend="aot_eager")
+    model = Net(lambda m, x, is_long=False: m.up(x) if is_long else m.norm(x), norm=nn.LayerNorm(32), up=nn.Linear(32, 32))
+    compiled = fp8_compile(model, "current", backend="aot_eager")
     assert "No GEMM belongs to" not in str(inspect(compiled))  # nothing has run
     compiled(torch.randn(16, 32))
     assert inspect(compiled).outside == ["up"]
@@ -106,41 +111,25 @@ def test_the_device_of_the_estimate_is_that_of_a_graph_with_gemms():
     assert "no device" not in str(report)
 
 
-def test_inference_has_a_forward_only():
-    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
-    with torch.inference_mode():
-        compiled(torch.randn(16, 64))
-    graph = inspect(compiled).graphs[0]
-    assert graph.backward is None
-    assert graph.saved_bytes == 0
-    assert [g.role for g in inspect(compiled).gemms] == ["output", "output"]
-
-
-def test_a_graph_compiled_again_for_another_shape_adds_no_rows():
+def test_graphs_of_other_shapes():
     compiled = fp8_compile(mlp(), "current", backend="aot_eager", dynamic=False)
     for rows in (16, 32):
         compiled(torch.randn(rows, 64)).sum().backward()
     report = inspect(compiled)
     assert len(report.graphs) == 2
     assert len(report.gemms) == 5  # the input needs no gradient
-
-
-def test_dynamic_sizes_are_shown_by_symbol():
     compiled = fp8_compile(mlp(), "current", backend="aot_eager", dynamic=True)
     compiled(torch.randn(16, 64)).sum().backward()
     sizes = {g.m for g in inspect(compiled).gemms if g.role == "output"}
     assert all(isinstance(m, str) for m in sizes)
 
 
-def test_to_dict_is_json():
+def test_json_and_the_notebooks_table():
     report = inspect(deep())
     data = json.loads(json.dumps(report.to_dict()))
     assert len(data["gemms"]) == 27
     assert set(data["gemms"][0]) >= {"module", "role", "m", "n", "k", "quantized", "reason", "recipe", "a_format", "source"}
     assert data["graphs"][0]["saved_bytes"] > 0
-
-
-def test_notebook_table_is_escaped_html():
     html = inspect(deep("head"))._repr_html_()
     assert html.startswith("<table>")
     assert "layers.0-3.0 (x4)" in html
@@ -167,39 +156,28 @@ def test_a_folded_row_prints_the_layers_that_are_there_and_no_others(modules, ex
 
 
 def test_experts_that_ran_are_no_grid():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(4)) for _ in range(2))
+    def forward(m, x):
+        for layer, expert in ((0, 1), (0, 3), (1, 0)):
+            x = torch.tanh(m.layers[layer][expert](x))
+        return x
 
-        def forward(self, x):
-            for layer, expert in ((0, 1), (0, 3), (1, 0)):
-                x = torch.tanh(self.layers[layer][expert](x))
-            return x
+    layers = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(4)) for _ in range(2))
+    report = inspected(Net(forward, layers=layers), "current", torch.randn(16, 32, requires_grad=True))
+    assert str(report).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3
 
-    compiled = fp8_compile(Experts(), "current", backend="aot_eager")
-    compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert str(inspect(compiled)).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3
+
+def blockwise_kind(*granularities):
+    return BlockwiseKind(torch.device("cpu"), (E4M3, E4M3), granularities, None, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("failed", [("1x128", "128x128"), ("1x128", "1x128"), None])
 def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     """Triton's, which runs instead, takes longer than the estimate says: the column, the sum and a remark say so."""
     pairs = [("1x128", "128x128"), ("1x128", "1x128")]
-    kinds = {
-        BlockwiseKind(
-            torch.device("cpu"), (E4M3, E4M3), tuple(g for label in pair for g in Granularity if g.label == label), None,
-            torch.bfloat16, False,
-        ): pair != failed
-        for pair in pairs
-    }  # fmt: skip
+    by_label = {g.label: g for g in Granularity}
+    kinds = {blockwise_kind(*(by_label[label] for label in pair)): pair != failed for pair in pairs}
     monkeypatch.setattr(cublaslt.trial, "tried", kinds)
-    found = {}
-    for recipe in ("blockwise", "current"):
-        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
-        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
-        found[recipe] = inspect(compiled)
-    blockwise, current = found["blockwise"], found["current"]
+    blockwise, current = (inspected(mlp(), recipe) for recipe in ("blockwise", "current"))
     assert current.distrusted == []
     assert current.speedup > 0
     without = {(g.a_scaling, g.b_scaling) for g in blockwise.gemms if g.speedup is None}
@@ -217,9 +195,8 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     text = " ".join(str(blockwise).split())
     assert f"{kind}: the library's GEMM failed its self-test, so Triton's runs; no speed-up is known." in text
     assert "Expected speed-up: unknown" in text
-    assert [row[5] == "-" for row in rows_of(blockwise.gemms)] == [
-        (g.a_scaling, g.b_scaling) == failed for g in blockwise.gemms
-    ]
+    has_none = [(g.a_scaling, g.b_scaling) == failed for g in blockwise.gemms]
+    assert [row[5] == "-" for row in rows_of(blockwise.gemms)] == has_none
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -229,11 +206,7 @@ def test_blockwise_gemms_whose_mxfp8_trial_failed_have_no_speed_up(is_right, mon
     kind = mxfp8.MXKind(torch.device("cpu"), (E4M3, E4M3), None, torch.float32)
     monkeypatch.setattr(mxfp8.trial, "tried", {kind: is_right})
     monkeypatch.setattr(mxfp8.trial, "reasons", {} if is_right else {kind: "its relative error is 0.7"})
-    found = {}
-    for recipe in ("blockwise", "mxfp8", "current"):
-        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
-        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
-        found[recipe] = inspect(compiled)
+    found = {recipe: inspected(mlp(), recipe) for recipe in ("blockwise", "mxfp8", "current")}
     name = f"MXFP8 GEMMs, {kind}"
     blockwise = found["blockwise"]
     assert {g.computed_by for g in blockwise.gemms} == {"torch, blocks of 128 as blocks of 32"}
@@ -281,66 +254,42 @@ def test_text_fits_the_terminal(monkeypatch, columns):
 def test_without_a_terminal_there_are_160_columns(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     report = inspect(deep())
-    assert {len(line) for line in str(report).splitlines() if line.startswith("│")} == {
-        max(map(len, str(report).splitlines()[:3]))
-    }
+    lines = str(report).splitlines()
+    assert {len(line) for line in lines if line.startswith("│")} == {max(map(len, lines[:3]))}
     assert "why not FP8" in str(report)
     monkeypatch.setattr("sys.stdout", None)  # as under pythonw
     assert "why not FP8" in str(report)
 
 
 def test_roles_that_stay_alike_share_a_row_and_show_no_recipe():
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.head = nn.Embedding(48, 32), nn.Linear(32, 48)
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-        def forward(self, tokens):
-            x = self.tokens(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    compiled = fp8_compile(Language(), DelayedScaling(), rules={"layers.1": None}, backend="aot_eager")
-    compiled(torch.randint(48, (2, 16))).sum().backward()
-    rows = {(row[0], row[1]): row for row in rows_of(inspect(compiled).gemms)}
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    children = {"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48), "layers": layers}
+    model = Net(lambda m, tokens: m.head(m.layers(m.tokens(tokens))), **children)
+    report = inspected(model, "delayed", torch.randint(48, (2, 16)), rules={"layers.1": None})
+    rows = {(row[0], row[1]): row for row in rows_of(report.gemms)}
     assert rows["head", "all"][3:5] == ["-", "high precision"]
     assert rows["layers.1", "all"][3:5] == ["-", "high precision"]
     assert {role for module, role in rows if module == "layers.0"} == {"output", "grad_input", "grad_weight"}
     assert len(rows) == 5
 
 
-class Adapted(nn.Module):
-    """Named as by peft."""
-
-    def __init__(self, n, k):
-        super().__init__()
-        self.base = nn.Linear(k, n).requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(k, 8, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, n, bias=False)})
-
-    def forward(self, x):
-        return self.base(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
 def test_adapters_share_a_row_whatever_they_adapt():
-    compiled = fp8_compile(nn.Sequential(Adapted(64, 32), nn.GELU(), Adapted(48, 64)), "current", backend="aot_eager")
-    compiled(torch.randn(16, 32)).sum().backward()
-    rows = {row[0]: row for row in rows_of(inspect(compiled).gemms) if row[-1]}
+    def adapted(n, k):
+        """Named as by peft."""
+        children = {"base": nn.Linear(k, n).requires_grad_(False), "lora_A": nn.ModuleDict(), "lora_B": nn.ModuleDict()}
+        model = Net(lambda m, x: m.base(x) + m.lora_B["default"](m.lora_A["default"](x)), **children)
+        model.lora_A["default"], model.lora_B["default"] = nn.Linear(k, 8, bias=False), nn.Linear(8, n, bias=False)
+        return model
+
+    x = torch.randn(16, 32)
+    report = inspected(nn.Sequential(adapted(64, 32), nn.GELU(), adapted(48, 64)), "current", x)
+    rows = {row[0]: row for row in rows_of(report.gemms) if row[-1]}
     assert list(rows) == ["*.lora_A.default (x2)", "*.lora_B.default (x2)"]
     assert {row[1] for row in rows.values()} == {"all"}
     assert [row[2] for row in rows.values()] == ["16 x 8 x 32-64", "16 x 48-64 x 8"]
     assert all("rules={'*.lora_*': recipe}" in row[-1] for row in rows.values())
-    compiled = fp8_compile(nn.Sequential(Adapted(64, 32)), "current", rules={"*.lora_*": "current"}, backend="aot_eager")
-    compiled(torch.randn(16, 32)).sum().backward()
-    assert {row[0] for row in rows_of(inspect(compiled).gemms)} == {"0.base", "0.lora_A.default", "0.lora_B.default"}
-
-
-def test_repr_is_the_table():
-    report = inspect(deep())
-    assert repr(report) == str(report).rstrip("\n")
-    assert "layers.0-3.0 (x4)" in repr(report)
+    report = inspected(nn.Sequential(adapted(64, 32)), "current", x, rules={"*.lora_*": "current"})
+    assert {row[0] for row in rows_of(report.gemms)} == {"0.base", "0.lora_A.default", "0.lora_B.default"}
 
 
 def test_callbacks_print_below_a_progress_bar(capsys):
@@ -357,14 +306,10 @@ def test_callbacks_print_below_a_progress_bar(capsys):
 def test_what_computes_each_gemm_and_why_no_library_does(monkeypatch):
     """By the platform that estimates are for; a library that was asked and did not take a GEMM says why."""
     monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 8))
-    kind = BlockwiseKind(
-        torch.device("cpu"), (E4M3, E4M3), (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128), None, torch.bfloat16, False
-    )
+    kind = blockwise_kind(Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
     monkeypatch.setattr(cublaslt.trial, "reasons", {kind: "it raises TypeError: another signature"})
     for recipe, expected in (("rowwise", {"torch, scales of rows applied afterwards"}), ("blockwise", {"Triton"})):
-        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
-        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
-        found = inspect(compiled)
+        found = inspected(mlp(), recipe)
         quantized = [g for g in found.gemms if g.quantized]
         assert {g.computed_by for g in quantized} == expected
         assert all(g.computed_by is None for g in found.gemms if not g.quantized)

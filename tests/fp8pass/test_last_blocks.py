@@ -33,65 +33,68 @@ def test_the_rules_decide_these_blocks_and_nothing_else():
     assert len(inside) == 14
 
 
-def test_numbered_siblings_in_the_order_of_their_numbers():
-    model = nn.Module()
-    for i in (10, 9, 2, 1):
-        model.add_module(f"stage{i}_block", mlp(8, 8, 8))
-    assert list(last_blocks(model, 0.5)) == ["stage9_block.*", "stage10_block.*"]
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights, self.scale = nn.Parameter(torch.zeros(4, 8, 8)), nn.Parameter(torch.ones(1, 1, 8))  # not a matrix
+        self.router = nn.Linear(8, 4)
 
 
-def test_a_module_dict_of_numbers():
-    model = nn.Module()
-    model.layers = nn.ModuleDict({str(i): mlp(8, 8, 8) for i in range(4)})
-    assert list(last_blocks(model, 0.25)) == ["layers.3.*"]
+def module(**children):
+    found = nn.Module()
+    for name, child in children.items():
+        found.add_module(name, child)
+    return found
 
 
-def test_a_sequential_with_names_in_the_order_of_its_children():
-    model = nn.Sequential(OrderedDict([("stem", nn.Linear(8, 8)), ("b", mlp(8, 8, 8)), ("a", mlp(8, 8, 8))]))
-    assert list(last_blocks(model, 0.5)) == ["a.*"]
+def decoder(**more):
+    found = Decoder(2)
+    for name, child in more.items():
+        found.add_module(name, child)
+    return found
 
 
-def test_blocks_that_are_matrices_themselves():
-    assert list(last_blocks(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), 0.5)) == ["2"]
+def small():
+    return mlp(8, 8, 8)
 
 
-def test_a_block_with_matrices_of_its_own_and_inside():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.Parameter(torch.zeros(4, 8, 8))
-            self.scale = nn.Parameter(torch.ones(1, 1, 8))  # not a matrix
-            self.router = nn.Linear(8, 4)
-
-    assert list(last_blocks(nn.ModuleList(Experts() for _ in range(2)), 0.5)) == ["1", "1.*"]
+def square():
+    return nn.Linear(16, 16, bias=False)
 
 
-def test_the_chain_with_the_most_parameters_is_taken():
-    """Not the repeated linears inside of a block, nor a longer chain of small modules."""
-    model = Decoder(2)
-    model.extra = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
-    assert list(last_blocks(model, 0.5)) == ["layers.1.*"]
+CHAINS = {
+    "siblings in the order of their numbers": (
+        lambda: module(**{f"stage{i}_block": small() for i in (10, 9, 2, 1)}),
+        ["stage9_block.*", "stage10_block.*"],
+    ),
+    "a ModuleDict of numbers": (
+        lambda: module(layers=nn.ModuleDict({str(i): small() for i in range(4)})),
+        ["layers.2.*", "layers.3.*"],
+    ),
+    "names in the order of the children": (
+        lambda: nn.Sequential(OrderedDict([("stem", nn.Linear(8, 8)), ("b", small()), ("a", small())])),
+        ["a.*"],
+    ),
+    "matrices themselves": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), ["2"]),
+    "matrices of their own and inside": (lambda: nn.ModuleList(Experts() for _ in range(2)), ["1", "1.*"]),
+    # Not the repeated linears inside of a block, nor a longer chain of small modules.
+    "the most parameters": (lambda: decoder(extra=nn.ModuleList(nn.Linear(2, 2) for _ in range(20))), ["layers.1.*"]),
+    "shared blocks count once": (
+        lambda: module(many=nn.ModuleList([square()] * 9), two=nn.ModuleList([square(), square()])),
+        ["two.1"],
+    ),
+    "norms are no blocks, and paths are the user's": (
+        lambda: fp8_compile(decoder(norms=nn.ModuleList(nn.LayerNorm(100_000) for _ in range(3))), "current"),
+        ["layers.1.*"],
+    ),
+    "characters of globs": (lambda: module(**{"a[0]*": nn.ModuleList([small(), small()])}), ["a[[]0][*].1.*"]),
+}
 
 
-def test_shared_blocks_count_once():
-    model = nn.Module()
-    shared = nn.Linear(16, 16, bias=False)
-    model.many = nn.ModuleList([shared] * 9)
-    model.two = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
-    assert list(last_blocks(model, 0.5)) == ["two.1"]
-
-
-def test_norms_are_no_blocks_and_paths_are_those_of_the_users_model():
-    model = Decoder(2)
-    model.norms = nn.ModuleList(nn.LayerNorm(100_000) for _ in range(3))
-    assert list(last_blocks(fp8_compile(model, "current"), 0.5)) == ["layers.1.*"]
-
-
-def test_characters_that_mean_something_in_a_glob():
-    model = nn.Module()
-    model.add_module("a[0]*", nn.ModuleList(mlp(8, 8, 8) for _ in range(2)))
-    (pattern,) = last_blocks(model, 0.5)
-    assert pattern == "a[[]0][*].1.*"
+@pytest.mark.parametrize("case", CHAINS)
+def test_the_chain_that_is_taken(case):
+    make, expected = CHAINS[case]
+    assert list(last_blocks(make(), 0.5)) == expected
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.15", None])

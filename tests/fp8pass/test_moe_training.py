@@ -8,17 +8,21 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass.errors import CheckpointMismatchError
 from tests.support.moe import RECIPES, Experts, MoE, offsets
 from tests.support.numerics import sqnr
 
 
-def trained(recipe, steps, model=None, compiled=None, optimizer=None, first=0):
-    """A layer after some steps on data of which every step has its own routing; and the losses."""
-    if model is None:
-        torch.manual_seed(0)
-        model = MoE().to(torch.bfloat16)
-        compiled = fp8_compile(model, recipe, backend="aot_eager", fullgraph=True)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+def layer(recipe, seed=0, **options):
+    torch.manual_seed(seed)
+    model = MoE().to(torch.bfloat16)
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    return model, compiled, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def trained(made, steps, first=0):
+    """The losses of a layer in some steps on data of which every step has its own routing."""
+    _, compiled, optimizer = made
     losses = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -29,47 +33,43 @@ def trained(recipe, steps, model=None, compiled=None, optimizer=None, first=0):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return model, compiled, optimizer, losses
+    return losses
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_fifty_steps_of_changing_routing_are_one_graph_and_deterministic(recipe):
     counters.clear()
-    model, compiled, _, losses = trained(recipe, 50)
+    model, compiled, _ = made = layer(recipe, fullgraph=True)
+    losses = trained(made, 50)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert len(inspect(compiled).graphs) == 1
     graph = inspect(compiled).graphs[0].after.graph
     assert not [n for n in graph.nodes if "item" in str(n.target) and "getitem" not in str(n.target)]
     torch._dynamo.reset()
-    again, _, _, same = trained(recipe, 50)
-    assert losses == same
-    assert all(p.equal(q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    again = layer(recipe, fullgraph=True)
+    assert losses == trained(again, 50)
+    assert all(p.equal(q) for p, q in zip(model.parameters(), again[0].parameters(), strict=True))
 
 
 def test_resuming_is_bit_exact():
     recipe = DelayedScaling(amax_history_len=4)
-    model, compiled, optimizer, _ = trained(recipe, 6)
+    model, compiled, optimizer = made = layer(recipe, fullgraph=True)
+    trained(made, 6)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), state(compiled).state_dict()))
-    _, _, _, onward = trained(recipe, 6, model, compiled, optimizer, first=6)
+    onward = trained(made, 6, first=6)
     torch._dynamo.reset()
-    torch.manual_seed(1)
-    fresh = MoE().to(torch.bfloat16)
+    fresh, fresh_compiled, fresh_optimizer = again = layer(recipe, seed=1)
     fresh.load_state_dict(saved[0])
-    fresh_compiled = fp8_compile(fresh, recipe, backend="aot_eager")
     state(fresh_compiled).load_state_dict(saved[2])
-    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-3)
     fresh_optimizer.load_state_dict(saved[1])
-    _, _, _, resumed = trained(recipe, 6, fresh, fresh_compiled, fresh_optimizer, first=6)
-    assert onward == resumed
+    assert onward == trained(again, 6, first=6)
     ours, theirs = state(compiled).state_dict(), state(fresh_compiled).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(ours[key].equal(theirs[key]) for key in ours)
 
 
 def test_a_checkpoint_of_another_number_of_experts_is_refused():
-    from fp8pass.errors import CheckpointMismatchError
-
     compiled = fp8_compile(MoE().to(torch.bfloat16), "delayed", backend="aot_eager")
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()

@@ -41,6 +41,12 @@ def train(model, compiled, num_steps, first=0, dim=64):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def watched(recipe, model=None, every=1, results=False, **options):
+    model = make_model() if model is None else model
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    return model, compiled, monitor(compiled, every=every, results=results)
+
+
 def by_name(measurement):
     return {(t.name, t.copy): t for t in measurement.tensors}
 
@@ -86,10 +92,8 @@ def test_other_steps_run_the_same_code_object(monkeypatch):
 @pytest.mark.parametrize("recipe", ["delayed", "current", MXFP8BlockScaling()], ids=["delayed", "current", "mxfp8"])
 def test_numbers_are_those_of_the_tensors(recipe):
     """Inputs, weights and gradients of each linear, taken by hooks, and quantized here."""
-    model = make_model()
+    model, compiled, watching = watched(recipe)
     plain = copy.deepcopy(model)
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
-    watching = monitor(compiled, every=1)
     compiled(batch(0)).square().mean().backward()
     x = batch(0)
     tensors = {"0.up:input": x, **{f"{n}:weight": m.weight for n, m in plain.named_modules() if isinstance(m, nn.Linear)}}
@@ -118,9 +122,7 @@ def test_numbers_are_those_of_the_tensors(recipe):
 
 
 def test_headroom_and_staleness_under_delayed_scaling():
-    model = nn.Sequential(nn.Linear(64, 64))
-    compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager")
-    watching = monitor(compiled, every=1)
+    _, compiled, watching = watched(DelayedScaling(amax_history_len=4), nn.Sequential(nn.Linear(64, 64)))
     found = []
     for factor in (4.0, 1.0, 0.5, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         x = torch.ones(16, 64) * factor
@@ -133,9 +135,7 @@ def test_headroom_and_staleness_under_delayed_scaling():
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_first_tensor_that_is_not_finite_is_named(recipe):
-    model = make_model()
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
-    watching = monitor(compiled, every=1)
+    model, compiled, watching = watched(recipe)
     train(model, compiled, 1)
     assert watching.latest.first_non_finite is None
     with torch.no_grad():
@@ -143,9 +143,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(recipe):
     compiled(batch(1)).square().mean().backward()
     assert watching.latest.first_non_finite.startswith("0.down:weight, for the GEMM output, in the forward (1 elements)")
     assert "0.down:weight" in str(watching)
-    model = make_model()
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
-    watching = monitor(compiled, every=1)
+    _, compiled, watching = watched(recipe)
     gradient = torch.ones(48, 64)
     gradient[0, 0] = torch.nan
     compiled(batch(0)).backward(gradient)
@@ -155,16 +153,13 @@ def test_the_first_tensor_that_is_not_finite_is_named(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grouped_gemms(recipe):
-    model = MoE()
-    plain = copy.deepcopy(model)
+    plain = MoE()
+    model, compiled, watching = watched(recipe, copy.deepcopy(plain), results=True)
     results = []
-    for each, is_watched in ((model, True), (plain, False)):
-        compiled = fp8_compile(each, recipe, backend="aot_eager")
-        if is_watched:
-            watching = monitor(compiled, every=1, results=True)
+    for each, call in ((model, compiled), (plain, fp8_compile(plain, recipe, backend="aot_eager"))):
         for step in range(2):
             torch.manual_seed(step)
-            compiled(torch.randn(64, 64)).square().mean().backward()
+            call(torch.randn(64, 64)).square().mean().backward()
         results.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
     assert torch.equal(*results)
     weights = [t for t in watching.latest.tensors if t.kind == "weight"]
@@ -179,8 +174,7 @@ def test_results_of_experts_whose_operation_transposes_its_operands():
     """transformers' loop over experts in float32: its backward is one operation that computes both gradients."""
     pytest.importorskip("transformers.integrations.moe")
 
-    compiled = fp8_compile(FallbackExperts(3, 48, 80, torch.float32), "rowwise", backend="aot_eager")
-    watching = monitor(compiled, every=1, results=True)
+    _, compiled, watching = watched("rowwise", FallbackExperts(3, 48, 80, torch.float32), results=True)
     compiled(torch.randn(40, 48, requires_grad=True), offsets([9, 0, 25])).square().sum().backward()
     found = {g.role: g.sqnr for g in watching.latest.gemms}
     assert set(found) == {"output", "grad_input", "grad_weight"}
@@ -188,9 +182,7 @@ def test_results_of_experts_whose_operation_transposes_its_operands():
 
 
 def test_results_of_gemms():
-    model = make_model()
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    watching = monitor(compiled, every=1, results=True)
+    model, compiled, watching = watched("current", results=True)
     compiled(batch(0)).square().mean().backward()
     weight, x = model[0].up.weight.detach(), batch(0)
 
@@ -209,9 +201,7 @@ def test_results_of_gemms():
 
 
 def test_batches_of_a_step_are_added():
-    model = make_model()
-    compiled = fp8_compile(model, "current", backend="aot_eager", step="manual")
-    watching = monitor(compiled, every=2)
+    _, compiled, watching = watched("current", every=2, step="manual")
     for step in range(3):
         for part in range(3):
             compiled(batch(10 * step + part)).sum().backward()
@@ -239,16 +229,12 @@ def test_recomputation_counts_nothing_twice(reentrant):
     assert torch.equal(*results)
     numbers = by_name(watching.latest)
     assert len(numbers) == 12
-    assert {n: t.num_elements for (n, _), t in numbers.items() if n.endswith("up:input")} == {
-        "layers.0.up:input": 48 * 64,
-        "layers.1.up:input": 48 * 64,
-    }
+    counts = {n: t.num_elements for (n, _), t in numbers.items() if n.endswith("up:input")}
+    assert counts == dict.fromkeys(("layers.0.up:input", "layers.1.up:input"), 48 * 64)
 
 
 def test_a_switch_of_rules_while_it_watches():
-    model = make_model()
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    watching = monitor(compiled, every=1)
+    model, compiled, watching = watched("current")
     train(model, compiled, 1)
     assert len(watching.latest.tensors) == 12
     use_rules(compiled, {"0.*": None})
@@ -257,37 +243,26 @@ def test_a_switch_of_rules_while_it_watches():
 
 
 def test_names_for_loggers_and_the_table():
-    model = make_model()
-    compiled = fp8_compile(model, "blockwise", backend="aot_eager")
-    watching = monitor(compiled)
+    model, compiled, watching = watched("blockwise", every=100)
     assert str(watching) == "Nothing is measured yet: train a step."
     assert watching.latest is None
     train(model, compiled, 1)
     flat = watching.latest.to_dict()
-    names = {name for name in flat if name.startswith("fp8/0.up/input_columnwise/")}
-    assert {"underflow", "saturated", "sqnr", "mse", "amax", "headroom", "block_sqnr_q10"} <= {
-        n.rpartition("/")[2] for n in names
-    }
+    names = {name.rpartition("/")[2] for name in flat if name.startswith("fp8/0.up/input_columnwise/")}
+    assert names >= {"underflow", "saturated", "sqnr", "mse", "amax", "headroom", "block_sqnr_q10"}
     assert all(isinstance(value, (int, float)) for value in flat.values())
-    table = str(watching)
     worst = min(watching.latest.tensors, key=lambda t: t.sqnr)
-    first_row = next(line for line in table.splitlines() if "dB" in line)
-    assert worst.name in first_row
+    assert worst.name in next(line for line in str(watching).splitlines() if "dB" in line)
 
 
 def test_copies_of_one_tensor_under_several_recipes_have_names_of_their_own():
-    model = make_model()
-    compiled = fp8_compile(model, "delayed", backend="aot_eager", rules={"0.up:output": "current"})
-    watching = monitor(compiled)
+    model, compiled, watching = watched("delayed", every=100, rules={"0.up:output": "current"})
     train(model, compiled, 1)
     of_input = [t for t in watching.latest.tensors if t.name == "0.up:input"]
     assert [(t.recipe, t.role) for t in of_input] == [("current", "output"), ("delayed", "grad_weight")]
-    flat = watching.latest.to_dict()
-    assert {name for name in flat if name.startswith("fp8/0.up/input") and name.endswith("/sqnr")} == {
-        "fp8/0.up/input_current_output/sqnr",
-        "fp8/0.up/input_delayed_grad_weight/sqnr",
-    }
-    assert {name for name in flat if name.startswith("fp8/1.up/input") and name.endswith("/sqnr")} == {"fp8/1.up/input/sqnr"}
+    names = {name for name in watching.latest.to_dict() if "up/input" in name and name.endswith("/sqnr")}
+    of_0 = {f"fp8/0.up/input_{recipe}/sqnr" for recipe in ("current_output", "delayed_grad_weight")}
+    assert names == {*of_0, "fp8/1.up/input/sqnr"}
     assert "0.up:input (current, output)" in str(watching)
 
 
@@ -360,9 +335,7 @@ def test_stop_logs_the_step_under_way(step, num_steps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_the_scale_is_no_saturation(dtype):
     """The largest element times its scale may round to just above the format's largest value, and is it all the same."""
-    model = nn.Linear(64, 64).to(dtype)
-    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
-    watching = monitor(compiled, 1)
+    _, compiled, watching = watched("current", nn.Linear(64, 64).to(dtype), select="all")
     rounds_up = [value for value in (torch.arange(1, 400) / 1000).to(dtype) if 448.0 / value.float() * value.float() > 448]
     assert len(rounds_up) > 2
     for value in rounds_up[:4]:

@@ -1,12 +1,12 @@
 """Origin: paths, source lines and descriptors in the forms that Dynamo and AOTAutograd leave on nodes."""
 
-import pytest
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 
 from fp8pass.graph import origin
 from fp8pass.graph.origin import Path, parse_path
+from tests.support.cases import each
 from tests.support.joint import trace
 
 SOURCES = {
@@ -28,19 +28,14 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@each("source", SOURCES)
 def test_paths(source):
     assert parse_path(source) == Path(*SOURCES[source])
 
 
-@pytest.mark.parametrize("source", ["", "self.weight", "___from_numpy(L['x'])", "C['x']", "L[x]"])
-def test_what_is_no_path(source):
-    assert parse_path(source) is None
-
-
-def test_a_path_as_text():
-    assert str(Path("self", "layers.0")) == "self.layers.0"
-    assert str(Path("self", "")) == "self"
+def test_what_is_no_path_and_a_path_as_text():
+    assert [parse_path(s) for s in ("", "self.weight", "___from_numpy(L['x'])", "C['x']", "L[x]")] == [None] * 5
+    assert (str(Path("self", "layers.0")), str(Path("self", ""))) == ("self.layers.0", "self")
 
 
 def node_with(**meta):
@@ -83,14 +78,10 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("case", INPUTS)
+@each("case", INPUTS)
 def test_position_among_dynamos_inputs(case):
     described, index = INPUTS[case]
     assert origin.input_index(node_with(desc=described)) == index
-
-
-def test_position_without_a_descriptor():
-    assert origin.input_index(node_with()) is None
 
 
 OUTPUTS = {
@@ -103,7 +94,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("case", OUTPUTS)
+@each("case", OUTPUTS)
 def test_gradients_among_the_outputs(case):
     described, is_gradient = OUTPUTS[case]
     assert origin.is_gradient(described) == is_gradient
@@ -123,10 +114,5 @@ def test_a_joint_graph_as_torch_makes_it():
     assert [origin.is_gradient(described) for described in output.meta["desc"]] == [False, True, True, True]
     del output.meta["desc"]
     assert origin.is_subgraph(graph)
-
-
-def test_only_placeholders_are_tangents():
-    graph = fx.Graph()
-    graph.placeholder("tangents_1")
-    node = graph.call_function(torch.neg, (), {}, name="tangents_of_mine")
-    assert not origin.is_tangent(node)
+    assert origin.input_index(node_with()) is None
+    assert not origin.is_tangent(graph.call_function(torch.neg, (), {}, name="tangents_of_mine")), "no placeholder"

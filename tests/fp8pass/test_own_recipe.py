@@ -16,6 +16,7 @@ from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from tests.support.joint import calls, trace
 from tests.support.models import mlp
+from tests.support.training import compiled_step
 
 pytest.importorskip("markdown_it")
 pytest.importorskip("sybil")
@@ -27,7 +28,6 @@ ROUNDING = 2e-6
 
 
 def documented():
-    """The recipe of the page."""
     code = next(content for _, content in fences(ROOT / "docs/recipes.md") if "class BlockwiseForward" in content)
     code = code.partition("\ncompiled = ")[0]
     assert len(code.splitlines()) <= 40
@@ -58,12 +58,8 @@ def assert_sum(got, want):
 
 
 def run(recipe, model, x, dy, **options):
-    torch._dynamo.reset()
-    compiled = fp8_compile(model, recipe, backend="aot_eager", select="all", **options)
-    leaf = x.clone().requires_grad_()
-    out = compiled(leaf)
-    out.backward(dy)
-    return compiled, out.detach(), leaf.grad
+    compiled, found = compiled_step(model, recipe, x, loss=lambda out: (out * dy).sum(), select="all", **options)
+    return compiled, found.out, *found.inputs
 
 
 @pytest.mark.parametrize("shape", [(48, 256, 128), (40, 200, 72), (17, 130, 50)], ids=str)
@@ -163,15 +159,12 @@ def test_operands_that_do_not_go_together_stay_in_high_precision(others, weights
     assert reason in forward.reason.lower() or reason in forward.reason
 
 
-def test_a_scale_from_a_state_that_the_recipe_does_not_keep():
+def test_recipes_that_keep_no_state_or_are_not_hashable():
     late = Quantization(E4M3, Granularity.TENSOR_WISE, scale_from=ScaleFrom.STATE)
-    with pytest.raises(
-        RecipeError, match=r"Fixed.quantization\(\) takes a scale from the state.*derive it from DelayedScaling"
-    ):
+    match = r"Fixed.quantization\(\) takes a scale from the state.*derive it from DelayedScaling"
+    with pytest.raises(RecipeError, match=match):
         run(Fixed(late, PER_TENSOR), nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48))
 
-
-def test_a_recipe_that_is_not_hashable():
     class Listed(Fixed):
         __hash__ = None
 

@@ -5,11 +5,13 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import fp8_compile, inspect
+from fp8pass import inspect
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import permuting_scatters
 from tests.support.joint import calls, trace
+from tests.support.models import Net
 from tests.support.moe import RECIPES, MoE
+from tests.support.training import assert_equal, compiled_step
 
 aten = torch.ops.aten
 N = 24
@@ -23,14 +25,6 @@ def by_index_put(perm):
 
 def by_scatter(perm):
     return torch.zeros_like(perm).scatter(0, perm, torch.arange(0, perm.shape[0]))
-
-
-def by_sorting(perm):
-    return perm.sort()[1]
-
-
-def by_argsort(perm):
-    return torch.argsort(perm, stable=True)
 
 
 def found(program, *inputs):
@@ -52,26 +46,16 @@ def put(rows, index, base=None):
     return torch.index_put(torch.zeros_like(rows) if base is None else base, [index], rows, accumulate=True)
 
 
-def added_to_zeros(perm):
-    return torch.zeros_like(perm).index_add(0, perm, torch.arange(N))
+INVERSES = {
+    "index_put": by_index_put,
+    "scatter": by_scatter,
+    "sorting": lambda perm: perm.sort()[1],
+    "argsort": lambda perm: torch.argsort(perm, stable=True),
+    "index_add": lambda perm: torch.zeros_like(perm).index_add(0, perm, torch.arange(N)),
+}
 
 
-def added(perm):
-    """Indices that count from the end."""
-    return torch.full_like(perm, -N).index_add(0, perm, torch.arange(N))
-
-
-def accumulated(perm):
-    return torch.index_put(torch.full_like(perm, -N), [perm], torch.arange(N), accumulate=True)
-
-
-def test_counts_that_are_added():
-    assert found(lambda keys, rows: put(rows, added_to_zeros(keys.sort()[1]))) == 1
-    assert found(lambda keys, rows: put(rows, added(keys.sort()[1]))) == 0
-    assert found(lambda keys, rows: put(rows, accumulated(keys.sort()[1]))) == 0
-
-
-@pytest.mark.parametrize("invert", [by_index_put, by_scatter, by_sorting, by_argsort])
+@pytest.mark.parametrize("invert", INVERSES.values(), ids=INVERSES)
 def test_inverses(invert):
     assert found(lambda keys, rows: put(rows, invert(keys.sort()[1]))) == 1
     assert found(lambda keys, rows: put(rows, invert(torch.argsort(keys)))) == 1
@@ -81,32 +65,23 @@ def test_inverses(invert):
 
 def test_the_inverse_of_an_inverse():
     """Rows put where the sort itself says: they are gathered at its inverse, if the graph has it by then."""
-
-    def program(keys, rows):
-        perm = keys.sort()[1]
-        inverse = by_index_put(perm)
-        return put(rows, perm) + inverse[:, None]
-
-    assert found(program) == 1
+    assert found(lambda keys, rows: (p := keys.sort()[1], i := by_index_put(p), put(rows, p) + i[:, None])[2]) == 1
     assert found(lambda keys, rows: put(rows, keys.sort()[1])) == 0
     assert found(lambda keys, rows: (put(rows, p := keys.sort()[1]), by_index_put(p))[0]) == 0, "computed later"
 
 
-def reversed_count(perm):
-    return torch.zeros_like(perm).scatter(0, perm, torch.arange(perm.shape[0] - 1, -1, -1))
+NO_INVERSES = {
+    "a reversed count": lambda perm: torch.zeros_like(perm).scatter(0, perm, torch.arange(N - 1, -1, -1)),
+    "a count from 1": lambda perm: torch.zeros_like(perm).scatter(0, perm, torch.arange(1, N + 1)) - 1,
+    "a part": lambda perm: torch.zeros(N + 1, dtype=perm.dtype).scatter(0, perm, torch.arange(N))[:N],
+    "twice": lambda perm: perm // 2,
+    "descending": lambda perm: perm.sort(descending=True)[1],
+    "from the end": lambda perm: torch.full_like(perm, -N).index_add(0, perm, torch.arange(N)),
+    "accumulated": lambda perm: torch.index_put(torch.full_like(perm, -N), [perm], torch.arange(N), accumulate=True),
+}
 
 
-def count_from_one(perm):
-    return torch.zeros_like(perm).scatter(0, perm, torch.arange(1, perm.shape[0] + 1)) - 1
-
-
-def shorter(perm):
-    return torch.zeros(N + 1, dtype=perm.dtype).scatter(0, perm, torch.arange(N))[:N]
-
-
-@pytest.mark.parametrize(
-    "invert", [reversed_count, count_from_one, shorter, lambda p: p // 2, lambda p: p.sort(descending=True)[1]]
-)
+@pytest.mark.parametrize("invert", NO_INVERSES.values(), ids=NO_INVERSES)
 def test_what_is_no_inverse(invert):
     assert found(lambda keys, rows: put(rows, invert(keys.sort()[1]))) == 0
 
@@ -115,42 +90,30 @@ def test_what_is_no_permutation_or_no_sum_over_zeros():
     keys, rows = torch.randn(N), torch.randn(N, 3)
     indices = torch.randint(0, N, (N,))
     assert found(lambda rows, index: put(rows, by_scatter(index)), rows, indices) == 0, "an index that names rows twice"
-    assert found(lambda keys, rows: put(rows, by_sorting(keys.sort()[1]), torch.ones_like(rows)), keys, rows) == 0
-    assert found(lambda keys, rows: put(rows, by_sorting(keys.sort()[1]), torch.zeros(N + 1, 3)), keys, rows) == 0, "spare rows"
-    assert found(lambda keys, rows: put(rows[:1], by_sorting(keys.sort()[1]), torch.zeros_like(rows)), keys, rows) == 0
+    assert found(lambda keys, rows: put(rows, INVERSES["sorting"](keys.sort()[1]), torch.ones_like(rows)), keys, rows) == 0
+    assert found(lambda keys, rows: put(rows, INVERSES["sorting"](keys.sort()[1]), torch.zeros(N + 1, 3)), keys, rows) == 0, (
+        "spare rows"
+    )
+    assert found(lambda keys, rows: put(rows[:1], INVERSES["sorting"](keys.sort()[1]), torch.zeros_like(rows)), keys, rows) == 0
     matrix = torch.randn(N, N)
     assert found(lambda keys, rows: put(rows, keys.sort(0)[1].sort(0)[1][:, 0]), matrix, rows) == 0, "a column of many sorts"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_of_experts_are_the_same_without_the_pass(recipe):
-    model = MoE().to(torch.bfloat16)
-    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    model, x = MoE().to(torch.bfloat16), torch.randn(64, 64, dtype=torch.bfloat16)
 
-    def gradients(*left_out):
-        leaf = x.clone().requires_grad_()
-        model.zero_grad()
-        torch._dynamo.reset()
-        compiled = fp8_compile(model, recipe, backend="aot_eager")
+    def trained(*left_out):
         with without(*left_out):
-            compiled(leaf).square().sum().backward()
-        graph = inspect(compiled).graphs[0].after.graph
-        return [leaf.grad, *(p.grad for p in model.parameters())], len(calls(graph, aten.index_put.default))
+            compiled, found = compiled_step(model, recipe, x)
+        return found, len(calls(inspect(compiled).graphs[0].after.graph, aten.index_put.default))
 
-    (ours, gathers), (theirs, scatters) = gradients(), gradients("gather permuted rows")
+    (ours, gathers), (theirs, scatters) = trained(), trained("gather permuted rows")
     assert gathers < scatters
-    assert [a.equal(b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(ours)
+    assert_equal(ours, theirs)
 
 
 def test_graphs_without_experts_are_left_alone():
-    class Sorted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64, bias=False)
-
-        def forward(self, x):
-            perm = x[:, 0].sort()[1]
-            return self.linear(x[perm])[by_index_put(perm)]
-
-    graph = trace(Sorted(), torch.randn(32, 64)).run().graph
+    model = Net(lambda m, x: (p := x[:, 0].sort()[1], m.linear(x[p])[by_index_put(p)])[1], linear=nn.Linear(64, 64, bias=False))
+    graph = trace(model, torch.randn(32, 64)).run().graph
     assert permuting_scatters(graph)

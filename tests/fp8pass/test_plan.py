@@ -28,32 +28,23 @@ def tensors(*shapes, dtype=torch.float32):
     return [torch.ones(s, dtype=dtype) for s in shapes]
 
 
+NO_BATCHED = "unsupported op: bmm: torch has no batched FP8 GEMM"
+ONLY_FLOATS = "only float32, bfloat16 and float16 can become FP8"
+EMPTY = "so there is nothing to multiply"
 REFUSALS = {
     "beta": (lambda c, a, b: torch.addmm(c, a, b, beta=2), tensors(C, A, B), "current", "unsupported op: addmm with beta=2"),
     "alpha and beta": (
-        lambda c, a, b: torch.addmm(c, a, b, alpha=0.5, beta=0),
-        tensors(C, A, B),
-        "current",
+        lambda c, a, b: torch.addmm(c, a, b, alpha=0.5, beta=0), tensors(C, A, B), "current",
         "unsupported op: addmm with beta=0, alpha=0.5",
     ),
-    "batched": (torch.bmm, tensors((2, *A), (2, *B)), "current", "unsupported op: bmm: torch has no batched FP8 GEMM"),
-    "batch of one of two activations": (
-        torch.bmm, tensors((1, *A), (1, *B)), "current", "unsupported op: bmm: torch has no batched FP8 GEMM",
-    ),
-    "float64": (
-        torch.mm, tensors(A, B, dtype=torch.float64), "current",
-        "dtype: float64; only float32, bfloat16 and float16 can become FP8",
-    ),
-    "integers": (
-        torch.mm, tensors(A, B, dtype=torch.int32), "delayed",
-        "dtype: int32; only float32, bfloat16 and float16 can become FP8",
-    ),
-    "float64 behind a cast": (
-        lambda a, b: a.float() @ b, [torch.ones(A, dtype=torch.float64), torch.ones(B)], "current", None,
-    ),
-    "M is 0": (torch.mm, tensors((0, 32), B), "current", "shape: M is 0, so there is nothing to multiply"),
-    "N is 0": (torch.mm, tensors(A, (32, 0)), "current", "shape: N is 0, so there is nothing to multiply"),
-    "K is 0": (torch.mm, tensors((16, 0), (0, 48)), "delayed", "shape: K is 0, so there is nothing to multiply"),
+    "batched": (torch.bmm, tensors((2, *A), (2, *B)), "current", NO_BATCHED),
+    "batch of one of two activations": (torch.bmm, tensors((1, *A), (1, *B)), "current", NO_BATCHED),
+    "float64": (torch.mm, tensors(A, B, dtype=torch.float64), "current", f"dtype: float64; {ONLY_FLOATS}"),
+    "integers": (torch.mm, tensors(A, B, dtype=torch.int32), "delayed", f"dtype: int32; {ONLY_FLOATS}"),
+    "float64 behind a cast": (lambda a, b: a.float() @ b, [torch.ones(A).double(), torch.ones(B)], "current", None),
+    "M is 0": (torch.mm, tensors((0, 32), B), "current", f"shape: M is 0, {EMPTY}"),
+    "N is 0": (torch.mm, tensors(A, (32, 0)), "current", f"shape: N is 0, {EMPTY}"),
+    "K is 0": (torch.mm, tensors((16, 0), (0, 48)), "delayed", f"shape: K is 0, {EMPTY}"),
     "tiles by tiles": (torch.mm, tensors(A, B), TILES, "operand formats: no FP8 GEMM takes 128x128 by 128x128 blocks"),
     "alpha is 1": (lambda c, a, b: torch.addmm(c, a, b, alpha=1), tensors(C, A, B), "current", None),
     "small": (torch.mm, tensors((1, 1), (1, 1)), "delayed", None),
@@ -69,12 +60,18 @@ def test_reasons(case):
     assert decision.recipe is not None
 
 
-def test_rules_come_before_every_obstacle():
+def test_rules_come_before_every_obstacle_and_what_stays_reads_nothing():
     work = trace(torch.mm, *tensors(A, B, dtype=torch.float64), rules={"*": None}).run("plan GEMMs")
     (decision,) = work.plan.decisions
     assert decision.recipe is None
     assert (decision.reason.kind, str(decision.reason)) == (ReasonKind.RULE, "rule: '*' keeps high precision")
     assert work.plan.names.of_value, "what stays has a name, too"
+    work = trace(mlp(), torch.randn(16, 64), rules={"2": None}).run("plan GEMMs")
+    kept = [d for d in work.plan.decisions if d.reason is not None]
+    assert {d.site.module for d in kept} == {"2"}
+    assert all(d.copies == () for d in kept)
+    assert [d.site.module for d in work.plan.rewritten] == ["0", "0"]
+    assert dataclasses.replace(work.plan, decisions=tuple(kept)).copies == {}
 
 
 def test_only_recipes_that_keep_state_care_where_it_is():
@@ -82,10 +79,8 @@ def test_only_recipes_that_keep_state_care_where_it_is():
     for device in (torch.device("cuda", 0), None):
         (decision,) = make_plan(sites, parse_rules("delayed", None), device).decisions
         assert str(decision.reason) == f"device: on cpu; the amax histories of this graph are on {device}"
-        (decision,) = make_plan(sites, parse_rules("current", None), device).decisions
-        assert decision.reason is None
-    (decision,) = make_plan(sites, parse_rules("delayed", None), torch.device("cpu")).decisions
-    assert decision.reason is None
+    for recipe, device in (("current", torch.device("cuda", 0)), ("current", None), ("delayed", torch.device("cpu"))):
+        assert make_plan(sites, parse_rules(recipe, None), device).decisions[0].reason is None
 
 
 def test_copies_lie_along_k_of_their_gemms():
@@ -121,7 +116,7 @@ def test_a_value_that_two_recipes_quantize_is_two_tensors():
     assert len(plan.copies) == 6 + 2
 
 
-def test_the_outer_dimension_is_padded_where_it_is_the_n_of_a_gemm():
+def test_padding_of_the_outer_dimension():
     """Both copies of the weight [20, 50] are the b of a GEMM, with N = 20 and N = 50; so is the input's columnwise one."""
     model = nn.Linear(50, 20, bias=False)
     plan = trace(model, torch.randn(33, 50, requires_grad=True)).run("plan GEMMs").plan
@@ -136,9 +131,6 @@ def test_the_outer_dimension_is_padded_where_it_is_the_n_of_a_gemm():
     }
     aligned = trace(nn.Linear(48, 32), torch.randn(33, 48, requires_grad=True)).run("plan GEMMs").plan
     assert not any(layout.pads_outer for layout in aligned.layouts.values())
-
-
-def test_a_dynamic_n_is_padded():
     a, b = torch.randn(16, 32), torch.randn(32, 48)
     torch._dynamo.mark_dynamic(b, 1)
     plan = trace(torch.mm, a, b).run("plan GEMMs").plan
@@ -173,12 +165,3 @@ def test_one_value_in_two_formats_has_two_names():
     plan = Plan(tuple(Rewritten(site, recipe, pair) for pair in pairs), TensorNames({value: name}, ()))
     assert [str(n) for n in plan.slot_names(recipe)] == ["up:input", "up:input@float8_e5m2"]
     assert list(plan.copies.values()) == [[copies[0], copies[2]], [copies[1]]]
-
-
-def test_decisions_that_stay_read_nothing():
-    work = trace(mlp(), torch.randn(16, 64), rules={"2": None}).run("plan GEMMs")
-    kept = [d for d in work.plan.decisions if d.reason is not None]
-    assert {d.site.module for d in kept} == {"2"}
-    assert all(d.copies == () for d in kept)
-    assert [d.site.module for d in work.plan.rewritten] == ["0", "0"]
-    assert dataclasses.replace(work.plan, decisions=tuple(kept)).copies == {}

@@ -18,9 +18,11 @@ from fp8pass.rewrite.report import gather_records
 from fp8pass.rewrite.verify import verify
 from fp8pass.schemes.emitter import FIRST_STEP
 from tests.support.joint import calls, trace, two_ranks
+from tests.support.models import Net
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 TILES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+TWO_SCALES = "bytes: FP8 copies with 2 different scales would be no smaller than the tensor itself"
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +36,6 @@ def gather(x, dim=0):
 
 
 class Gathering(nn.Linear):
-    """A linear that reads every rank's rows."""
-
     def __init__(self, inputs=32, outputs=48, dim=0, **options):
         super().__init__(inputs, outputs, **options)
         self.dim = dim
@@ -45,8 +45,6 @@ class Gathering(nn.Linear):
 
 
 class Reading(Gathering):
-    """Something else reads what is gathered."""
-
     def __init__(self, read, **options):
         super().__init__(**options)
         self.read = read
@@ -65,8 +63,6 @@ def planned(model, *shape, recipe="current", dtype=torch.float32, **options):
 
 
 class OfOneHalf(Gathering):
-    """A linear that reads half of every rank's rows."""
-
     def forward(self, x):
         return nn.Linear.forward(self, gather(x)[:16])
 
@@ -90,15 +86,12 @@ CASES = {
         Gathering(), (16, 32), DelayedScaling(reduce_amax=False), {},
         ("scales: reduce_amax=False, so ranks scale the tensor differently", 1.0),
     ),
-    "weight_gradient in high precision": (
+    "grad_weight in high precision": (
         Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": None}}, (HIGH.format("mm"), 1.0),
     ),
-    "two recipes, two scales": (
-        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}}, (None, 2.0),
-    ),
+    "two recipes, two scales": (Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}}, (None, 2.0)),
     "two recipes, two scales, bfloat16": (
-        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}, "dtype": torch.bfloat16},
-        ("bytes: FP8 copies with 2 different scales would be no smaller than the tensor itself", 2.0),
+        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}, "dtype": torch.bfloat16}, (TWO_SCALES, 2.0),
     ),
     # 1x128 blocks: a byte and 4 / 128 of a scale, for each orientation.
     "blocks": (Gathering(256), (128, 256), "blockwise", {}, (None, 2.0625)),
@@ -106,10 +99,7 @@ CASES = {
         Gathering(256), (64, 256), "blockwise", {},
         ("shape: a block of scales crosses the border between two ranks' shards, or sizes are dynamic", 2.0625),
     ),
-    "blocks, bfloat16": (
-        Gathering(256), (128, 256), "blockwise", {"dtype": torch.bfloat16},
-        ("bytes: FP8 copies with 2 different scales would be no smaller than the tensor itself", 2.0625),
-    ),
+    "blocks, bfloat16": (Gathering(256), (128, 256), "blockwise", {"dtype": torch.bfloat16}, (TWO_SCALES, 2.0625)),
     # 128x128 tiles: one copy serves both orientations, with 4 / 128**2 of a scale.
     "tiles, bfloat16": (Gathering(256), (128, 256), TILES, {"dtype": torch.bfloat16}, (None, 1 + 4 / 128**2)),
     "the model returns it": (Reading(lambda x: x), (16, 32), "current", {}, (HIGH.format("the model's output"), 1.0)),
@@ -153,7 +143,7 @@ def test_a_gather_that_feeds_no_fp8_gemm_is_not_planned():
     assert trace(nn.Linear(32, 32), torch.randn(16, 32)).run("plan gathers").plan.gathers == ()
 
 
-def test_records():
+def test_records_of_gathers():
     work = trace(Gathering(), torch.randn(16, 32), recipe="current").run("plan gathers")
     (record,) = gather_records(work.plan)
     assert (record.num_ranks, record.is_backward, record.quantized, record.reason) == (2, False, True, None)
@@ -161,6 +151,8 @@ def test_records():
     work = trace(Reading(lambda x: x), torch.randn(16, 32), recipe="current").run("plan gathers")
     (record,) = gather_records(work.plan)
     assert (record.bytes_before, record.bytes_after, record.quantized) == (16 * 32 * 4, 16 * 32 * 4, False)
+    work = gathering("current").run("plan gathers")
+    assert [r.tensor for r in gather_records(work.plan)] == ["v:weight", "w:weight"]
 
 
 def test_a_gathered_weight_is_not_recomputed_in_backward():
@@ -187,7 +179,7 @@ def gathering(recipe, **options):
     return trace(two_weights, torch.randn(16, 32, requires_grad=True), v, w, recipe=recipe, **options)
 
 
-def test_amaxes_of_parameters_are_reduced_together():
+def test_reductions_of_amaxes():
     work = gathering("current").run()
     (reduction,) = calls(work.graph, c10d.all_reduce.default)
     assert tuple(reduction.args[0].meta["val"].shape) == (2,)
@@ -198,17 +190,12 @@ def test_amaxes_of_parameters_are_reduced_together():
     apart = gathering("current").run(without=("fold elements", "merge reductions"))
     assert len(calls(apart.graph, c10d.all_reduce.default)) == 2
 
-
-def test_amaxes_of_activations_are_reduced_alone():
     def function(x, w):
         h = x @ w
         return gather(h.relu()) @ w + gather(h.tanh()) @ w
 
     work = trace(function, torch.randn(16, 32), torch.randn(32, 32), recipe="current").run()
     assert [tuple(n.args[0].meta["val"].shape) for n in calls(work.graph, c10d.all_reduce.default)] == [()] * 2
-
-
-def test_the_first_step_of_delayed_scaling_reduces_together_too():
     joint = gathering("delayed")
     joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP})))
     (reduction,) = calls(joint.run().graph, c10d.all_reduce.default)
@@ -231,11 +218,6 @@ def test_a_shard_that_an_fp8_gemm_returns_is_gathered_as_it_is():
     assert sent.meta["val"].dtype is torch.float32
 
 
-def test_records_name_the_parameter():
-    work = gathering("current").run("plan gathers")
-    assert [r.tensor for r in gather_records(work.plan)] == ["v:weight", "w:weight"]
-
-
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_what_is_gathered_again_in_backward_is_gathered_in_fp8(recipe):
     joint = gathering(recipe)
@@ -253,43 +235,38 @@ def test_what_is_gathered_again_in_backward_is_gathered_in_fp8(recipe):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", TILES], ids=str)
 def test_a_second_run_changes_nothing(recipe):
-    joint = trace(Shared(), torch.randn(128, 32), recipe=recipe)
+    joint = trace(shared(), torch.randn(128, 32), recipe=recipe)
     joint.run()
     once = [(n.name, n.target, str(n.args)) for n in joint.graph.nodes]
     assert not any(g.reason is None for g in joint.run().plan.gathers)
     assert [(n.name, n.target, str(n.args)) for n in joint.graph.nodes] == once
 
 
-class Shared(nn.Module):
+def shared(*dims):
     """Two linears that gather the same rows, as DTensor does."""
-
-    def __init__(self, dims=(0, 0)):
-        super().__init__()
-        self.q, self.k = (Gathering(dim=dim, bias=False) for dim in dims)
-
-    def forward(self, x):
-        return self.q(x), self.k(x)
+    q, k = (Gathering(dim=dim, bias=False) for dim in dims or (0, 0))
+    return Net(lambda m, x: (m.q(x), m.k(x)), q=q, k=k)
 
 
 def test_equal_gathers_are_merged():
-    joint = trace(Shared(), torch.randn(16, 32), recipe="current")
+    joint = trace(shared(), torch.randn(16, 32), recipe="current")
     assert len(gathers.waits(joint.graph)) == 2
     first, second = gathers.waits(joint.graph)
     same = gathers.equal_gathers(joint.graph)
     assert same[second] is first
     assert same[second.args[0]] is first.args[0]
     assert len(gathers.waits(joint.run("merge gathers").graph)) == 1
-    work = trace(Shared(), torch.randn(16, 32), recipe="current").run()
+    work = trace(shared(), torch.randn(16, 32), recipe="current").run()
     (sent,) = calls(work.graph, c10d.all_gather_into_tensor.default)
     assert sent.meta["val"].dtype is torch.uint8
 
 
 def test_gathers_that_differ_are_not_merged():
-    joint = trace(Shared((0, 1)), torch.randn(2, 16, 32), recipe="current")
+    joint = trace(shared(0, 1), torch.randn(2, 16, 32), recipe="current")
     assert len(gathers.waits(joint.graph)) == 2
     waits = set(gathers.waits(joint.graph))
     assert not any(n in waits and n.args[0].args != same.args[0].args for n, same in gathers.equal_gathers(joint.graph).items())
-    joint = trace(Shared(), torch.randn(16, 32), recipe="current")
+    joint = trace(shared(), torch.randn(16, 32), recipe="current")
     _, second = gathers.waits(joint.graph)
     second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert gathers.equal_gathers(joint.graph) == {}
@@ -320,31 +297,16 @@ def test_the_largest_of_all_ranks():
     assert (reduced.target, reduced.args[1:]) == (c10d.all_reduce.default, ("max", found.group))
     assert reduced.args[0].meta["val"].dtype is torch.int32, "as floats, MAX may lose NaN"
     assert (largest.meta["val"].dtype, largest.meta["val"].dim()) == (torch.float32, 0)
-
-
-def test_a_shard_that_is_a_matrix_is_taken_as_it_is():
-    graph = trace(Gathering(), torch.randn(16, 32), recipe="current").graph
-    (wait,) = gathers.waits(graph)
-    found = gathers.Gather.read(wait, lambda group: True)
-    assert found.shard_as_matrix(Cursor.start(graph)) is found.source
+    assert found.shard_as_matrix(Cursor.start(graph)) is found.source, "a matrix is taken as it is"
     assert isinstance(found.source, fx.Node)
-
-
-class Many(nn.Module):
-    """Layers that each gather an input of their own."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
-
-    def forward(self, x):
-        return sum(layer(gather(x * i)).tanh() for i, layer in enumerate(self.layers))
 
 
 def test_time_grows_with_the_number_of_gathers_and_not_with_its_square():
     counts = []
     for num_gathers in (8, 64):
-        joint = trace(Many(num_gathers), torch.randn(16, 32), recipe="current", trains=False)
+        layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(num_gathers))
+        many = Net(lambda m, x: sum(f(gather(x * i)).tanh() for i, f in enumerate(m.layers)), layers=layers)
+        joint = trace(many, torch.randn(16, 32), recipe="current", trains=False)
         work = joint.run("share sigmoids")
         profiler = cProfile.Profile()
         profiler.runcall(plan_gathers, work.graph, work.plan, work.context)

@@ -21,7 +21,7 @@ from fp8pass.rules import parse_rules
 from tests.support.cases import each
 
 
-def test_defaults_are_transformer_engines():
+def test_defaults_are_transformer_engines_and_torchaos():
     delayed = {"margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max"}
     delayed |= {"scaling_factor_compute_algo": None, "reduce_amax": True}
     override = {"backward_override": None}
@@ -35,21 +35,15 @@ def test_defaults_are_transformer_engines():
     assert dataclasses.asdict(Float8BlockScaling()) == block | override
     mxfp8 = {"fp8_format": Format.E4M3, "enable_2d_quantization": False}
     assert dataclasses.asdict(MXFP8BlockScaling()) == mxfp8 | override
-
-
-def test_defaults_of_rowwise_scaling_are_torchaos():
     rowwise = {"use_power_2_scales": True, "amax_epsilon": 0.0, "high_precision_grad_weight": False}
     rowwise |= {"backward_override": None}  # TransformerEngine's
     accumulation = {"fast_accum_output": True, "fast_accum_grad_input": False, "fast_accum_grad_weight": False}
     assert dataclasses.asdict(Float8RowwiseScaling()) == rowwise | accumulation
 
 
-def test_formats():
+def test_formats_and_recipes_are_values():
     assert (Format.HYBRID.forward, Format.HYBRID.backward) == (torch.float8_e4m3fn, torch.float8_e5m2)
     assert (Format.E4M3.forward, Format.E4M3.backward) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
-
-
-def test_recipes_are_frozen_and_hashable():
     recipe = DelayedScaling(margin=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.margin = 2
@@ -94,31 +88,21 @@ def test_meaningless_recipes_are_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "message"),
     [
         ({"a:outptu": None}, "Did you mean 'output'"),
         ({"": None}, "not a module path"),
         ({3: None}, "not a module path"),
         ([("a", None)], "use a dict"),
+        ({"a": "curent"}, r"the rule 'a': no recipe is called 'curent'. Did you mean 'current'\?.*or None"),
+        ({"a": 3}, "the rule 'a': recipe is 3"),
+        ({"a": DelayedScaling}, r"the rule 'a': .*write DelayedScaling\(\)"),
     ],
 )
 def test_malformed_rules_are_refused(rules, message):
     with pytest.raises(RuleError, match=message):
         fp8_compile(torch.nn.Linear(16, 16), rules=rules)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("curent", r"the rule 'a': no recipe is called 'curent'. Did you mean 'current'\?.*or None"),
-        (3, "the rule 'a': recipe is 3"),
-        (DelayedScaling, r"the rule 'a': .*write DelayedScaling\(\)"),
-    ],
-)
-def test_rules_refuse_wrong_recipes_with_the_pattern(value, message):
-    with pytest.raises(RuleError, match=message):
-        parse_rules("delayed", {"a": value})
 
 
 def test_first_match_wins():

@@ -1,6 +1,7 @@
 """FP8 copies that backward makes itself: what is saved instead, that no bit changes, and where copies are still saved."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,24 +14,14 @@ from fp8pass.rewrite import runner
 from fp8pass.rewrite.launches import MANY_ROWS
 from lowering.formats import FP8_MAX
 from tests.support.joint import trace
-from tests.support.models import LlamaBlock
-from tests.support.numerics import sqnr
+from tests.support.models import LlamaBlock, Net
+from tests.support.training import assert_close, assert_equal, compiled_step, step
 from tests.tolerances import SAVED_WITHOUT_WEIGHTS, SQNR_TWO_LINEARS_GRADIENT
 
 RECIPES = [DelayedScaling(amax_history_len=4), Float8CurrentScaling()]
 
 
-def train(model, recipe, x, **options):
-    """Three steps with an explicit gradient: the compiled model, its last output and all gradients."""
-    torch._dynamo.reset()
-    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    for _ in range(3):
-        model.zero_grad()
-        given = x.clone().requires_grad_()
-        torch.manual_seed(1)
-        out = compiled(given)
-        out.square().mean().backward()
-    return compiled, [out.detach(), given.grad, *(p.grad for p in model.parameters())]
+train = functools.partial(compiled_step, count=3)
 
 
 def saved_fp8(compiled) -> list[tuple[int, ...]]:
@@ -47,8 +38,7 @@ def test_a_transformer_block_saves_less_than_bf16(recipe):
     ours, _ = train(LlamaBlock().bfloat16(), recipe, x, weight_copies="recompute")
     theirs, _ = train(LlamaBlock().bfloat16(), recipe, x, rules={"*": None})
     assert saved_fp8(ours) == []
-    ratio = inspect(ours).graphs[0].saved_bytes / inspect(theirs).graphs[0].saved_bytes
-    assert ratio <= SAVED_WITHOUT_WEIGHTS
+    assert inspect(ours).graphs[0].saved_bytes <= SAVED_WITHOUT_WEIGHTS * inspect(theirs).graphs[0].saved_bytes
 
 
 def autograd_keeps(call, x) -> int:
@@ -84,26 +74,15 @@ def test_recomputed_copies_change_no_bit(recipe):
     block = LlamaBlock()
     _, recomputed = train(copy.deepcopy(block), recipe, x)
     with runner.without("plan recomputation"):
-        plain, saved = train(copy.deepcopy(block), recipe, x)
-    assert (64, 128) in saved_fp8(plain) or (128, 64) in saved_fp8(plain)
-    assert all(a.equal(b) for a, b in zip(recomputed, saved, strict=True))
-
-
-class PostNorm(nn.Module):
-    """The norm's result is also a residual, which needs no gradient of its own: nothing keeps it for backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return x + torch.tanh(self.inner(x))
+        plain, saved = train(block, recipe, x)
+    assert {(64, 128), (128, 64)} & set(saved_fp8(plain))
+    assert_equal(recomputed, saved)
 
 
 def test_a_value_that_backward_does_not_have_is_saved_in_fp8():
-    compiled, _ = train(PostNorm(), "delayed", torch.randn(48, 64))
+    """The norm's result is also a residual, which needs no gradient of its own: nothing keeps it for backward."""
+    model = Net(lambda m, x: (x := m.norm(x)) + torch.tanh(m.inner(x)), norm=nn.LayerNorm(64), inner=nn.Linear(64, 64))
+    compiled, _ = train(model, "delayed", torch.randn(48, 64))
     assert sorted(saved_fp8(compiled)) == [(48, 64), (64, 64)]
 
 
@@ -130,7 +109,6 @@ def test_residual_sums_are_left_to_the_partitioner():
 
 
 def num_sums_in_backward(compiled) -> int:
-    """Residual sums, not those of gradients, in the backward graph."""
     (graph,) = inspect(compiled).graphs
     nodes = list(graph.backward.graph.nodes)
     gradients = depends_on(graph.backward.graph, {n for n in nodes if "tangents" in str(n.target)})
@@ -138,32 +116,19 @@ def num_sums_in_backward(compiled) -> int:
 
 
 def test_dropout_is_not_drawn_again():
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.5), nn.Linear(96, 64))
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.5), nn.Linear(96, 64)), torch.randn(48, 64)
     plain = copy.deepcopy(model)
-    compiled, _ = train(model, "current", torch.randn(48, 64))
+    compiled, found = train(model, "current", x)
     (graph,) = inspect(compiled).graphs
     assert not [n for n in graph.backward.graph.nodes if "rand" in str(n.target) or "bernoulli" in str(n.target)]
-    given = torch.randn(48, 64)
-    grads = []
-    for module, call in ((plain, plain), (model, compiled)):
-        module.zero_grad()
-        torch.manual_seed(1)
-        call(given).square().mean().backward()
-        grads.append([p.grad for p in module.parameters()])
-    assert all(sqnr(theirs, ours) >= SQNR_TWO_LINEARS_GRADIENT for theirs, ours in zip(*grads, strict=True))
+    torch.manual_seed(1)
+    assert_close(found, step(plain, plain, x), gradient=SQNR_TWO_LINEARS_GRADIENT)
 
 
 def test_a_mask_is_saved_and_not_the_noise_that_it_is_made_of():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-        def forward(self, x):
-            h = F.gelu(self.up(x))
-            return self.down(h * (torch.rand(48, 96) > 0.5))
-
-    compiled, _ = train(Masked(), "current", torch.randn(48, 64), weight_copies="recompute")
+    layers = {"up": nn.Linear(64, 96), "down": nn.Linear(96, 64)}
+    model = Net(lambda m, x: m.down(F.gelu(m.up(x)) * (torch.rand(48, 96) > 0.5)), **layers)
+    compiled, _ = train(model, "current", torch.randn(48, 64), weight_copies="recompute")
     (graph,) = inspect(compiled).graphs
     (results,) = graph.forward.graph.find_nodes(op="output")[0].args
     saved = [n for n in results if isinstance(n, fx.Node) and n.meta["val"].shape == (48, 96)]
@@ -185,13 +150,10 @@ def two_linears(between) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96), between, nn.Linear(96, 64))
 
 
-def test_pointwise_code_on_what_is_kept_is_computed_again():
+def test_what_is_computed_again_and_what_is_kept_as_it_is():
     assert planned(two_linears(nn.GELU()), 48, 64) == ({"2:input"}, set())
     assert planned(LlamaBlock(), 2, 32, 128)[0] == {"wq:input", "wo:input", "gate:input", "down:input"}
-
-
-def test_what_is_kept_as_it_is_needs_no_computation():
-    """Softmax reads its own result in backward; the result of a linear is read by nobody there."""
+    # Softmax reads its own result in backward; the result of a linear is read by nobody there.
     plan = trace(two_linears(nn.Softmax(-1)), torch.randn(48, 64), recipe="current").run("plan recomputation").plan
     assert list(plan.recomputed.values()) == [frozenset()]
     assert planned(two_linears(nn.Identity()), 48, 64)[0] == set()
@@ -208,8 +170,14 @@ def test_hand_written_casts_would_write_the_value_once_more():
     assert planned(whole, 128, 128, recipe="mxfp8")[0] == set()
 
 
-def test_inference_recomputes_nothing():
+def test_inference_and_computed_weights_recompute_nothing():
     assert planned(two_linears(nn.GELU()), 48, 64, trains=False, weight_copies="recompute") == (set(), set())
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight * 2)
+
+    assert planned(Scaled(64, 64), 48, 64, weight_copies="recompute") == (set(), set())
 
 
 def test_the_users_checkpointing_takes_precedence_but_for_weights():
@@ -217,27 +185,13 @@ def test_the_users_checkpointing_takes_precedence_but_for_weights():
 
     model = two_linears(nn.GELU())
     values, weights = planned(lambda x: checkpoint(model, x, use_reentrant=False), 48, 64, weight_copies="recompute")
-    assert values == set()
-    assert len(weights) == 2
+    assert (values, len(weights)) == (set(), 2)
 
 
 @pytest.mark.parametrize(
     ("choice", "rows", "is_recomputed"),
-    [
-        ("save", MANY_ROWS, False),
-        ("auto", MANY_ROWS - 16, False),
-        ("auto", MANY_ROWS, True),
-        ("recompute", 16, True),
-    ],
+    [("save", MANY_ROWS, False), ("auto", MANY_ROWS - 16, False), ("auto", MANY_ROWS, True), ("recompute", 16, True)],
 )
 def test_which_weights_are_recomputed(choice, rows, is_recomputed):
     _, weights = planned(nn.Linear(16, 16, bias=False), rows, 16, weight_copies=choice)
     assert bool(weights) == is_recomputed
-
-
-def test_a_weight_that_is_computed_is_saved():
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return F.linear(x, self.weight * 2)
-
-    assert planned(Scaled(64, 64), 48, 64, weight_copies="recompute") == (set(), set())

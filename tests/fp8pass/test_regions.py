@@ -82,7 +82,6 @@ def test_a_region_is_as_its_calls_written_out(form, recipe):
     assert {reason for *_, reason in found[1]} == {"None"}
 
 
-@pytest.mark.slow
 def test_generated_code_has_the_rows_and_the_state_of_every_call():
     expected = trained("nested", lambda function: function, "delayed", "inductor")
     found = trained("nested", nested_compile_region, "delayed", "inductor")

@@ -7,13 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import capture
+from fp8pass import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, fp8_compile, inspect, state
 from tests.support.copies import casts_by
 from tests.support.models import LlamaBlock, ResidualMlp, mlp
-from tests.support.training import assert_trains_as, step
+from tests.support.training import assert_trains_as
 
-RECIPES = [DelayedScaling(amax_history_len=8), Float8CurrentScaling()]
-GEMMS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ops = torch.ops.lowering
+SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
 
 
 def count_ops(graph_module):
@@ -32,34 +34,49 @@ def block_gemms(tokens, dim=128, ffn=256):
     return expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
-def test_llama_block(recipe):
-    block = LlamaBlock().bfloat16()
-    compiled = fp8_compile(block, recipe, backend="aot_eager")
-    x = torch.randn(2, 64, 128, dtype=torch.bfloat16)
-    for _ in range(2):
-        step(compiled, block, x)
-    assert_trains_as(compiled, block, x)
+#: Casts: tensors of launches with both copies, of which there are several; casts of one tensor to both copies; to one.
+#: 7 weights share a launch, and so do the gradients of q, k and v; 4 gradients have one of their own. The 4 inputs are cast
+#: rowwise in forward and, from recomputed values, columnwise in backward. MXFP8 reads each tensor once but attention's result.
+SHARED, ALONE = ([7, 3], 4, 2 * 4), ([], 17, 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "gemm", "gradients", "casts"),
+    [
+        pytest.param(DelayedScaling(amax_history_len=8), "aot_eager", "", "e5m2", SHARED, id="delayed"),
+        pytest.param(Float8CurrentScaling(), "aot_eager", "", "e5m2", SHARED, id="current"),
+        *(pytest.param("blockwise", b, "_blockwise", "e4m3", SHARED, id=f"blockwise-{b}") for b in ("aot_eager", "inductor")),
+        pytest.param("rowwise", "inductor", "_rowwise", "e4m3", SHARED, id="rowwise-inductor"),
+        pytest.param("rowwise_with_gw_hp", "aot_eager", "_rowwise", "e4m3", None, id="gw_hp"),
+        pytest.param("mxfp8", "aot_eager", "_mxfp8", "e4m3", ALONE, id="mxfp8"),
+        pytest.param(SQUARE, "inductor", "_mxfp8", "e4m3", ALONE, id="mxfp8 2d-inductor"),
+    ],
+)
+def test_llama_block(recipe, backend, gemm, gradients, casts):
+    block, x = LlamaBlock().bfloat16(), torch.randn(2, 64, 128, dtype=torch.bfloat16)
+    compiled = fp8_compile(block, recipe, backend=backend)
+    assert_trains_as(compiled, block, x, warm_up=2 if gemm == "" else 0)
 
     report = inspect(compiled)
     assert {(g.module, g.role): (g.m, g.n, g.k) for g in report.gemms} == block_gemms(128)
-    assert all(g.quantized and g.reason is None for g in report.gemms)
-    assert {(g.a_format, g.b_format) for g in report.gemms if g.role == "output"} == {("e4m3", "e4m3")}
-    assert {(g.a_format, g.b_format) for g in report.gemms if g.role != "output"} == {("e5m2", "e4m3")}
+    kept = {"grad_weight"} if recipe == "rowwise_with_gw_hp" else set()
+    assert {g.role for g in report.gemms if not g.quantized} == {g.role for g in report.gemms if g.reason} == kept
+    formats = {(g.role == "output", g.a_format, g.b_format) for g in report.gemms if g.quantized}
+    assert formats == {(True, "e4m3", "e4m3"), (False, gradients, "e4m3")}
     assert all(g.source.rsplit(":", 1)[0].endswith("models.py") for g in report.gemms)
     before, after = count_ops(report.graphs[0].before), count_ops(report.graphs[0].after)
-    assert before["aten.mm"] == 21
-    assert after["aten.mm"] == 0
-    assert after["lowering.scaled_mm"] == 21
-    # 7 weights share a launch, and so do the gradients of q, k and v; 4 gradients have one of their own. The 4 inputs are cast
-    # rowwise in forward and, from recomputed values, columnwise in backward.
-    nodes = report.graphs[0].after.graph.nodes
-    casts = functools.partial(casts_by, torch.ops.lowering.cast.default, nodes)
-    assert [len(n.args[0]) for n in casts(many=True, both=True)] == [7, 3]
-    assert (len(casts(many=False, both=True)), len(casts(both=False))) == (4, 2 * 4)
-    tensors = 4 + 2 + 4  # inputs; what shares a launch; other gradients
-    assert after["lowering.scales_from_amax"] == (0 if recipe.keeps_state else tensors)
-    assert after["lowering.record_amax"] == (2 if recipe.keeps_state else 0), "one a side"
+    num_quantized = sum(g.quantized for g in report.gemms)
+    assert (before["aten.mm"], after["aten.mm"]) == (21, 21 - num_quantized)
+    assert after[f"lowering.scaled_mm{gemm}"] == num_quantized
+    if casts is not None:
+        found = functools.partial(casts_by, getattr(ops, f"cast{gemm}").default, report.graphs[0].after.graph.nodes)
+        shared = [len(n.args[0]) for n in found(many=True, both=True)]
+        assert (shared, len(found(many=False, both=True)), len(found(both=False))) == casts
+    keeps_state = isinstance(recipe, DelayedScaling)
+    assert bool(state(compiled).tensors) == keeps_state
+    assert after["lowering.record_amax"] == (2 if keeps_state else 0), "one a side"
+    if gemm == "":
+        assert after["lowering.scales_from_amax"] == (0 if keeps_state else 4 + 2 + 4)  # inputs; launches; other gradients
 
 
 @pytest.mark.parametrize(("backend", "make", "width"), [("aot_eager", LlamaBlock, 128), ("inductor", ResidualMlp, 64)])
@@ -100,3 +117,22 @@ def test_rules_by_module_and_role():
     assert report.unmatched_rules == ["nowhere.*"]
     assert "'nowhere.*' has matched no GEMM" in str(report)
     assert set(state(compiled).tensors) == {"0:input", "0:weight", "0:grad_output"}
+
+
+def cudnn_attention(q, k, v, is_causal):
+    """The operation that `scaled_dot_product_attention` calls on Hopper, in training."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_a_block_with_cudnns_attention(recipe, num_kv_heads, monkeypatch):
+    """Every GEMM runs in FP8, and what attention gives and takes is quantized as with any other."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cudnn_attention)
+    compiled = fp8_compile(LlamaBlock(256, 512, 4, num_kv_heads).bfloat16(), steady(recipe))
+    with capture() as graphs:
+        compiled(torch.zeros(1, 128, 256, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert [gemm.quantized for gemm in inspect(compiled).gemms] == [True] * 21
+    targets = [str(node.target) for _, graph, _ in graphs.graphs for node in graph.graph.nodes]
+    assert sum("_scaled_dot_product_cudnn_attention.default" in target for target in targets) == 1
+    assert sum("_scaled_dot_product_cudnn_attention_backward" in target for target in targets) == 1

@@ -14,7 +14,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, rewrite_graph, state
 from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError
 from fp8pass.graph import traces
-from tests.support.models import Decoder
+from tests.support.models import Decoder, mlp
 
 RECIPES = ["delayed", "current", "blockwise", "rowwise", "mxfp8"]
 VOCABULARY, TOKENS = 64, 16
@@ -65,8 +65,12 @@ def reference(compiled, model, argument, loss=loss_of):
     return [value.detach(), *(p.grad for p in model.parameters())]
 
 
-def all_equal(left, right):
-    return [a.equal(b) for a, b in zip(left, right, strict=True)]
+def assert_equal(left, right):
+    assert all(a.equal(b) for a, b in zip(left, right, strict=True))
+
+
+def square(f, x):
+    return f(x).square().mean()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,12 +82,15 @@ def test_a_trace_equals_fp8_compile_bit_for_bit_over_steps(recipe):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3 if recipe == "delayed" else 2):
         found = run(rewritten, model, batch(step))
-        assert all(all_equal(found, reference(compiled, model, batch(step))))
+        assert_equal(found, reference(compiled, model, batch(step)))
         optimizer.step()
         rewritten.state.step()
     ours, theirs = rewritten.inspect(), inspect(compiled)
-    key = lambda g: (g.module, g.role, g.quantized, (g.reason or "").split(":")[0], g.m, g.n, g.k)  # noqa: E731
-    assert sorted(map(key, ours.gemms)) == sorted(map(key, theirs.gemms))
+    keys = [
+        sorted((g.module, g.role, g.quantized, (g.reason or "").split(":")[0], g.m, g.n, g.k) for g in found.gemms)
+        for found in (ours, theirs)
+    ]
+    assert keys[0] == keys[1]
     assert sum(g.quantized for g in ours.gemms) == 7 * 3
     assert ours.cache["graph_0"].startswith("bypassed: rewrite_graph rewrites the graph at each start")
 
@@ -96,31 +103,28 @@ def test_a_trace_without_flags_is_the_same():
         graph, names = traced(model, flagged=flagged)
         assert any(n.meta.get(traces.FLAG) for n in graph.graph.nodes) == flagged
         found.append(run(rewrite_graph(graph, "current", inputs=names), model, batch()))
-    assert all(all_equal(*found))
+    assert_equal(*found)
 
 
-def test_the_given_graph_is_not_changed_and_the_new_one_is_marked_like_it():
+def test_the_given_graph_is_not_changed_and_the_new_one_has_no_gemm_left_to_rewrite():
     model = Decoder(1)
     graph, names = traced(model)
     code, expected = graph.code, run(graph, model, batch())
     rewritten = rewrite_graph(graph, "delayed", inputs=names)
     assert graph.code == code
-    assert all(all_equal(run(graph, model, batch()), expected))
+    assert_equal(run(graph, model, batch()), expected)
     nodes = list(rewritten.graph.graph.nodes)
     assert not any("partitioner_tag" in n.meta for n in nodes)
     gemms = [n for n in nodes if n.target is torch.ops.lowering.scaled_mm.default]
     assert [bool(n.meta.get(traces.FLAG)) for n in gemms] == [False] * 7 + [True] * 14
     again = rewrite_graph(graph, "delayed", inputs=names)
     assert again.graph.code == rewritten.graph.code
-
-
-def test_a_rewritten_graph_has_no_gemm_left_to_rewrite():
     model = Decoder(1)
     graph, names = traced(model)
     once = rewrite_graph(graph, "current", inputs=names, select="all")
     twice = rewrite_graph(once.graph, "current", inputs=names, select="all")
     assert [g for g in twice.inspect().gemms if g.quantized] == []
-    assert all(all_equal(run(once, model, batch()), run(twice, model, batch())))
+    assert_equal(run(once, model, batch()), run(twice, model, batch()))
 
 
 # -- names
@@ -133,29 +137,22 @@ def test_names_are_those_of_annotations_then_of_parameters_then_matmul():
                 return super().forward(x)
 
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), Annotated(32, 32))
-    square = lambda f, x: f(x).square().mean()  # noqa: E731
     graph, names = traced(model, square, torch.randn(16, 32))
-    roles = lambda r: {(g.module, g.role) for g in r.inspect().gemms}  # noqa: E731
-    found = roles(rewrite_graph(graph, "current", inputs=names, select="all"))
-    assert {m for m, _ in found} == {"0", "by.annotation"}
-    assert ("by.annotation", "output") in found
-    unnamed = rewrite_graph(graph, "current", select="all")
-    assert ("matmul", "output") in roles(unnamed)
-    x = torch.randn(16, 32)
     named = rewrite_graph(graph, "current", inputs=names, select="all")
-    assert all(all_equal(run(unnamed, model, x), run(named, model, x)))
+    assert {g.module for g in named.inspect().gemms} == {"0", "by.annotation"}
+    assert "by.annotation" in {g.module for g in named.inspect().gemms if g.role == "output"}
+    unnamed = rewrite_graph(graph, "current", select="all")
+    assert "matmul" in {g.module for g in unnamed.inspect().gemms if g.role == "output"}
+    x = torch.randn(16, 32)
+    assert_equal(run(unnamed, model, x), run(named, model, x))
 
 
 def test_rules_and_selection_are_those_of_fp8_compile():
     graph, names = traced(Decoder(1))
     found = rewrite_graph(graph, "current", inputs=names, rules={"layers.*.up:grad_weight": None}).inspect()
     kept = {(g.module, g.role): g.reason.split(":")[0] for g in found.gemms if not g.quantized}
-    assert kept == {
-        ("layers.0.up", "grad_weight"): "rule",
-        ("head", "output"): "head",
-        ("head", "grad_input"): "head",
-        ("head", "grad_weight"): "head",
-    }
+    heads = {("head", role): "head" for role in ("output", "grad_input", "grad_weight")}
+    assert kept == {("layers.0.up", "grad_weight"): "rule", **heads}
     assert found.unmatched_rules == []
     with pytest.raises(RecipeError, match="Did you mean 'delayed'"):
         rewrite_graph(graph, "delaid")
@@ -182,7 +179,7 @@ def test_state_enters_as_inputs_and_changes_only_when_a_step_ends():
     scale = rewritten.state.scale("layers.0.up:weight")
     assert float(scale) == pytest.approx(float(448 / amax), rel=1e-6)
     by_hand = rewritten.graph(*(p.detach() for p in model.parameters()), batch(), *rewritten.state_tensors())
-    assert all(all_equal(by_hand, run(rewritten, model, batch())))
+    assert_equal(by_hand, run(rewritten, model, batch()))
     assert rewritten.state.scale("layers.0.up:weight") == scale
 
 
@@ -196,12 +193,11 @@ def test_a_recipe_without_state_adds_no_input():
 
 def test_a_graph_with_more_tensors_than_a_new_store_holds():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(23)))
-    square = lambda f, x: f(x).square().mean()  # noqa: E731
     graph, names = traced(model, square, torch.randn(16, 32))
     rewritten = rewrite_graph(graph, "delayed", inputs=names, select="all")
     compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
     x = torch.randn(16, 32)
-    assert all(all_equal(run(rewritten, model, x), reference(compiled, model, x, square)))
+    assert_equal(run(rewritten, model, x), reference(compiled, model, x, square))
     assert len(rewritten.state.tensors) == 69
 
 
@@ -222,7 +218,7 @@ def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
         second = rewrite_graph(graph, "delayed", inputs=names)
         second.state.load_state_dict(saved)
         assert not second.is_first_step
-        assert all(all_equal(run(second, model, batch(2)), expected))
+        assert_equal(run(second, model, batch(2)), expected)
     with pytest.raises(CheckpointMismatchError):
         rewrite_graph(graph, "current", inputs=names).state.load_state_dict(first.state.state_dict())
 
@@ -230,17 +226,11 @@ def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
 # -- AOTAutograd's joint graphs
 
 
-@contextlib.contextmanager
-def joint_of(model, argument):
-    with contextlib.ExitStack() as stack:
-        yield aot_export_joint_with_descriptors(stack, model, (argument,)).graph_module
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_joint_graph_is_named_by_its_descriptors_and_can_be_partitioned(recipe):
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(32, 32)
-    tangent = torch.randn(32, 32)
-    with joint_of(model, x) as joint:
+    model, x, tangent = mlp(32, 64, 32), torch.randn(32, 32), torch.randn(32, 32)
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
         rewritten = rewrite_graph(joint, recipe, select="all")
         graph = rewritten.first_step or rewritten.graph
         examples = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
@@ -249,17 +239,12 @@ def test_a_joint_graph_is_named_by_its_descriptors_and_can_be_partitioned(recipe
     y.backward(tangent)
     expected = [y.detach(), *(p.grad for p in model.parameters())]
     parameters = [p.detach() for p in model.parameters()]
-    assert all(all_equal(rewritten(*parameters, x, tangent)[:-1], expected))  # the last one is that of x, None
-    assert [(g.module, g.role) for g in rewritten.inspect().gemms if g.quantized] == [
-        ("0", "output"),
-        ("2", "output"),
-        ("2", "grad_input"),
-        ("2", "grad_weight"),
-        ("0", "grad_weight"),
-    ]
+    assert_equal(rewritten(*parameters, x, tangent)[:-1], expected)  # the last one is that of x, None
+    names = [f"{g.module}:{g.role}" for g in rewritten.inspect().gemms if g.quantized]
+    assert names == ["0:output", "2:output", "2:grad_input", "2:grad_weight", "0:grad_weight"]
     with torch.no_grad():
         y, *saved = forward(*parameters, x, *rewritten.state_tensors())
-        assert all(all_equal([y, *backward(*saved, tangent)[: len(parameters)]], expected))
+        assert_equal([y, *backward(*saved, tangent)[: len(parameters)]], expected)
 
 
 # -- what is refused
@@ -274,7 +259,6 @@ def test_what_is_no_trace_of_aten_operations_is_refused():
     model = nn.Sequential(nn.Linear(32, 32))
     refused(model, "graph is a Sequential; pass the torch.fx.GraphModule")
     refused(fx.symbolic_trace(model), "which is not an ATen operation; trace with torch.fx.experimental.proxy_tensor.make_fx")
-    square = lambda f, x: f(x).square().mean()  # noqa: E731
     real, _ = traced(model, square, torch.randn(16, 32), mode="real")
     refused(real, "tracing_mode='fake'")
     graph, names = traced(model, square, torch.randn(16, 32))

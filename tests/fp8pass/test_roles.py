@@ -98,15 +98,12 @@ def test_table(case):
     assert Sites(*forward).find(known, is_gradient, mates, taken) == expected
 
 
-def test_the_same_storage_in_another_shape_is_another_value():
+def test_values_in_another_shape_and_gemms_without_known_operands():
     sites = Sites("y = x @ w:weight")
     mate, role = mate_and_role(sites.value("w", K // 2, 2 * K), GRADIENT_LEFT, [], sites.forward, set())
     assert (mate, role) == (None, "grad_input")
     mate, _ = mate_and_role(sites.value("w", K, K), GRADIENT_LEFT, [], sites.forward, set())
     assert mate is sites.forward[0]
-
-
-def test_forward_gemms_without_known_operands_are_passed_over():
     sites = Sites("y = x @ w:weight", "z = x @ w:weight")
     hidden = dataclasses.replace(sites.forward[0], operands=())
     mate, role = mate_and_role(sites.value("w"), GRADIENT_LEFT, [hidden], [hidden, sites.forward[1]], set())

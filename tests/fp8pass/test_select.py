@@ -1,4 +1,4 @@
-"""Heads and thin GEMMs stay in high precision by default, as routers do (`test_routing.py`); rules overrule that."""
+"""GEMMs that stay in high precision by default: routers and heads, found by structure, and thin ones; rules overrule that."""
 
 import re
 
@@ -9,10 +9,292 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from fp8pass.errors import OptionError
-from tests.support.models import LlamaBlock, Stack
-from tests.support.selection import TOKENS, WIDTH, Mixture, decisions, grouped_sigmoid, kinds, softmax_topk, tokens_in
+from tests.support.cases import each, rest
+from tests.support.models import LlamaBlock, Net, Stack
+from tests.support.selection import (
+    BYTES,
+    EXPERTS,
+    FORMS_OF_BYTES,
+    POSITIONS,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Bytes,
+    Mixture,
+    NanoGPT,
+    decisions,
+    grouped_sigmoid,
+    kinds,
+    sentence,
+    softmax_topk,
+    tokens_in,
+)
 
-VOCABULARY = 96
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+
+
+# -- routers
+
+
+def topk_softmax(logits, h, experts):
+    weights, chosen = logits.topk(2)
+    return (h[:, None] * experts[chosen] * weights.softmax(-1)[..., None]).sum(1)
+
+
+def sigmoid_argmax(logits, h, experts):
+    scores = logits.float().sigmoid()
+    mask = F.one_hot(scores.argmax(-1), logits.shape[-1]).to(h.dtype)
+    return h * torch.einsum("te,ed->td", mask * scores, experts)
+
+
+def sort(logits, h, experts):
+    weights, order = torch.sort(logits.softmax(-1), descending=True)
+    return h * experts[order[:, 0]] * weights[:, :1]
+
+
+def argsort(logits, h, experts):
+    return h * experts.index_select(0, torch.argsort(logits.softmax(-1), dim=-1, descending=True)[:, 0])
+
+
+def multinomial(logits, h, experts):
+    return h * experts[torch.multinomial(logits.softmax(-1), 1)[:, 0]]
+
+
+def max_with_indices(logits, h, experts):
+    weights, chosen = logits.softmax(-1).max(-1)
+    return h * F.embedding(chosen, experts) * weights[:, None]
+
+
+def dense_gates(logits, h, experts):
+    weights, chosen = logits.softmax(-1).topk(2)
+    gates = torch.zeros_like(logits).scatter(1, chosen, weights)
+    return (gates[:, :, None] * (h[:, None] * experts)).sum(1)
+
+
+def two_argmaxes(logits, h, experts):
+    """GShard's: the second expert is the best one but the first."""
+    first = F.one_hot(logits.argmax(-1), EXPERTS)
+    second = F.one_hot(logits.masked_fill(first.bool(), -torch.inf).argmax(-1), EXPERTS)
+    return h * ((first + second).to(h.dtype) @ experts)
+
+
+def expert_choice(logits, h, experts):
+    """Experts choose their tokens."""
+    weights, tokens = logits.softmax(-1).t().topk(4)
+    chosen = h[tokens] * experts[:, None] * weights[..., None]
+    return torch.zeros_like(h).index_add(0, tokens.flatten(), chosen.flatten(0, 1))
+
+
+def masked_loop(logits, h, experts):
+    """Every expert runs on every token; where it was not chosen, its weight is 0."""
+    weights, chosen = logits.softmax(-1).topk(2)
+    return sum((weights * (chosen == i)).sum(-1, keepdim=True) * torch.tanh(h * experts[i]) for i in range(4))
+
+
+def where_loop(logits, h, experts):
+    chosen, out = logits.argmax(-1, keepdim=True), torch.zeros_like(h)
+    for i in range(4):
+        out = torch.where(chosen == i, h * experts[i], out)
+    return out
+
+
+def gathered_rows(logits, h, experts):
+    """A mixture of depths: the best tokens go through the layer."""
+    rows = logits.amax(-1).topk(16).indices[:, None].expand(-1, WIDTH)
+    return h.scatter_add(0, rows, torch.tanh(h.gather(0, rows) * experts[0]))
+
+
+ROUTERS = [
+    *(softmax_topk, topk_softmax, sigmoid_argmax, sort, argsort, multinomial, max_with_indices, dense_gates, two_argmaxes),
+    *(expert_choice, grouped_sigmoid, masked_loop, where_loop, gathered_rows),
+]
+
+
+@pytest.mark.parametrize("choose", ROUTERS, ids=lambda f: f.__name__)
+def test_a_router_is_found_with_its_gradients(choose):
+    found = decisions(Mixture(choose), tokens_in())
+    assert set(found["gate"].values()) == {"routing"}
+    assert "output" in found["gate"]
+    assert found["inner"] == dict.fromkeys(("output", "grad_input", "grad_weight"), "fp8")
+
+
+@pytest.mark.parametrize("choose", [grouped_sigmoid, sigmoid_argmax, masked_loop], ids=lambda f: f.__name__)
+def test_a_router_is_found_in_inference_and_in_inductors_graphs(choose):
+    model, x = Mixture(choose), tokens_in()
+    with torch.no_grad():
+        inference = kinds(model, x, backward=False)
+    for found in (inference, kinds(model, x, backend="inductor", backward=False)):
+        assert (found["gate"], found["inner"]) == ("routing", "fp8")
+
+
+class BrokenAfterTopK(Mixture):
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        h = self.inner(x)
+        torch._dynamo.graph_break()
+        return (h[:, None] * self.experts[chosen] * weights[..., None]).sum(1)
+
+
+class BrokenAfterOneHot(Mixture):
+    def forward(self, x):
+        mask, h = F.one_hot(self.gate(x).argmax(-1), EXPERTS), self.inner(x)
+        mask = mask * (mask.cumsum(0) <= TOKENS // 2)  # an expert takes so many tokens
+        torch._dynamo.graph_break()
+        return h * (mask.to(h.dtype) @ self.experts)
+
+
+class BrokenByNonzero(Mixture):
+    """The first graph returns the mask of the first expert."""
+
+    def forward(self, x):
+        h = self.inner(x)
+        rows = (self.gate(x).argmax(-1) == 0).nonzero().flatten()
+        return h.index_add(0, rows, h[rows])
+
+
+@pytest.mark.parametrize("model_class", [BrokenAfterTopK, BrokenAfterOneHot, BrokenByNonzero])
+def test_a_router_whose_rows_the_next_graph_takes(model_class):
+    found = kinds(model_class(None), tokens_in())
+    assert (found["gate"], found["inner"]) == ("routing", "fp8")
+
+
+def test_all_gemms_that_decide_together_are_routers():
+    """Shazeer et al., 2017."""
+
+    def noisy(m, x):
+        logits = m.gate(x) + torch.randn(TOKENS, EXPERTS) * F.softplus(m.noise(x))
+        return m.up(x) * softmax_topk(logits, torch.ones(TOKENS, EXPERTS), m.experts)
+
+    layers = {name: nn.Linear(WIDTH, EXPERTS) for name in ("gate", "noise", "up")}
+    model = Net(noisy, experts=nn.Parameter(torch.randn(EXPERTS, EXPERTS)), **layers)
+    assert kinds(model, tokens_in()) == {"gate": "routing", "noise": "routing", "up": "fp8"}
+
+
+# -- what is no router
+
+
+class Classifier(nn.Module):
+    """A classifier whose logits `after` turns into what it returns."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.inner, self.out, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS), after
+
+    def forward(self, x, labels):
+        logits = self.out(torch.tanh(self.inner(x)))
+        return logits, self.after(logits, labels)
+
+
+def confidence(logits, labels):
+    probabilities = logits.softmax(-1)
+    return probabilities.gather(1, probabilities.argmax(-1, keepdim=True)).mean()
+
+
+def macro_f1(logits, labels):
+    predicted, actual = F.one_hot(logits.argmax(-1), EXPERTS), F.one_hot(labels, EXPERTS)
+    return ((predicted * actual).sum(0) / (predicted + actual).sum(0).clamp(min=1)).mean()
+
+
+#: Metrics and predictions; pooling takes values, not rows.
+NO_ROUTERS = {
+    "accuracy": lambda y, labels: (y.argmax(-1) == labels).float().mean(),
+    "top-5 accuracy": lambda y, labels: (y.topk(5).indices == labels[:, None]).any(-1).float().mean(),
+    "accuracy by rank": lambda y, labels: (y.argsort(-1, descending=True) == labels[:, None]).float().argmax(-1),
+    "predictions": lambda y, labels: y.argmax(-1),
+    "confidence": confidence,
+    "recall": lambda y, labels: ((y.argmax(-1) == 1) & (labels == 1)).sum() / (labels == 1).sum(),
+    "macro F1": macro_f1,
+    "confusion": lambda y, labels: torch.bincount(y.argmax(-1) * EXPERTS + labels, minlength=EXPERTS**2),
+    "matches of a batch": lambda y, labels: (y.argmax(-1) == torch.arange(TOKENS)).float().mean(),
+    "pooling": lambda y, labels: y.max(0).values.sum() + y.topk(3, dim=0).values.sum() + y.sort(-1).values[:, 0].sum(),
+}
+
+
+@pytest.mark.parametrize("after", NO_ROUTERS.values(), ids=NO_ROUTERS)
+def test_metrics_and_predictions_make_no_router(after):
+    assert kinds(Classifier(after), tokens_in(), torch.randint(EXPERTS, (TOKENS,))) == {"inner": "fp8", "out": "fp8"}
+
+
+def hard_examples(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return losses[losses.topk(8).indices].mean()
+
+
+def pseudo_labels(logits, labels):
+    """A model's predictions as labels of other rows."""
+    half = TOKENS // 2
+    return F.cross_entropy(logits[half:], logits[:half].detach().argmax(-1))
+
+
+@BACKENDS
+@pytest.mark.parametrize("loss", [hard_examples, pseudo_labels], ids=lambda f: f.__name__)
+def test_a_losss_gemm_is_a_head_and_no_router(loss, backend):
+    found = kinds(Classifier(loss), tokens_in(), torch.randint(EXPERTS, (TOKENS,)), backend=backend, backward=False)
+    assert found == {"inner": "fp8", "out": "head"}
+
+
+def attention(m, x):
+    """By hand to the best positions only, of a single head in a single sequence: its products are plain GEMMs."""
+    scores = m.q(x) @ m.k(x).t() / 8
+    mask = torch.full_like(scores, -torch.inf).scatter(-1, scores.topk(8).indices, 0.0)
+    return m.o((scores + mask).softmax(-1) @ m.v(x))
+
+
+@BACKENDS
+def test_a_contrastive_loss_has_no_router(backend):
+    def contrastive(m, x, y):
+        logits = F.normalize(m.left(x), dim=-1) @ F.normalize(m.right(y), dim=-1).t()
+        here = torch.arange(TOKENS)
+        loss = F.cross_entropy(logits, here) + F.cross_entropy(logits.t(), here)
+        return loss, (logits.argmax(-1) == here).float().mean()
+
+    model = Net(contrastive, left=nn.Linear(WIDTH, WIDTH), right=nn.Linear(WIDTH, WIDTH))
+    found = kinds(model, tokens_in(), tokens_in(), backend=backend, backward=False)
+    assert found.pop("left") == found.pop("right") == "fp8"
+    assert "routing" not in found.values()
+
+
+def read_as_activation(m, x):
+    """An embedding: learned queries, and a mixture of an embedding's rows."""
+    return m.inner(m.queries.weight) + m.mix(x).softmax(-1) @ m.queries.weight
+
+
+def linears(*names, **sizes):
+    return {name: nn.Linear(WIDTH, sizes.get(name, WIDTH)) for name in (*names, *sizes)}
+
+
+#: Models all of whose GEMMs are in FP8, with their inputs; a second block as one that is compiled by itself.
+ALL_IN_FP8 = {
+    "attention": (lambda: LlamaBlock(WIDTH, 2 * WIDTH), (2, TOKENS, WIDTH)),
+    "attention by hand": (lambda: Net(attention, **linears("q", "k", "v", "o")), (TOKENS, WIDTH)),
+    "an embedding read as an activation": (
+        lambda: Net(read_as_activation, queries=nn.Embedding(TOKENS, WIDTH), **linears("inner", mix=TOKENS)),
+        (TOKENS, WIDTH),
+    ),
+    "few rows": (lambda: nn.Linear(WIDTH, WIDTH), (4, WIDTH)),
+    "an autoencoder": (
+        lambda: nn.Sequential(nn.Linear(VOCABULARY, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)),
+        (TOKENS, VOCABULARY),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), ALL_IN_FP8.values(), ids=ALL_IN_FP8)
+def test_neither_routers_nor_heads(make, shape):
+    found = kinds(make(), torch.randn(shape, requires_grad=True))
+    assert set(found.values()) == {"fp8"}
+    assert len(found) >= sum(isinstance(m, nn.Linear) for m in make().modules())
+
+
+def test_a_codebook_makes_no_head():
+    """A VQ autoencoder: the codebook's index is computed in the graph."""
+
+    def forward(m, x):
+        return m.decode(m.book(torch.cdist(m.encode(x)[None], m.book.weight[None])[0].argmin(-1)))
+
+    model = Net(forward, book=nn.Embedding(VOCABULARY, WIDTH), **linears("encode", decode=VOCABULARY))
+    found = kinds(model, torch.randn(TOKENS, WIDTH))
+    assert found["encode"] == found["decode"] == "fp8"
 
 
 # -- heads
@@ -29,8 +311,11 @@ class Language(nn.Module):
             self.projection.weight = self.tokens.weight
         self.loss = loss
 
+    def hidden(self, tokens):
+        return torch.tanh(self.inner(self.tokens(tokens)))
+
     def forward(self, tokens):
-        logits = self.projection(torch.tanh(self.inner(self.tokens(tokens))))
+        logits = self.projection(self.hidden(tokens))
         return logits if self.loss is None else self.loss(logits, tokens)
 
 
@@ -48,72 +333,36 @@ class Functional(Language):
     """No module of its own for the head."""
 
     def forward(self, tokens):
-        return torch.tanh(self.inner(self.tokens(tokens))) @ self.tokens.weight.t()
+        return self.hidden(tokens) @ self.tokens.weight.t()
 
 
 class Padded(Language):
     """The embedding has more rows than there are tokens; logits are scaled."""
 
     def forward(self, tokens):
-        return F.linear(torch.tanh(self.inner(self.tokens(tokens))), self.tokens.weight[: VOCABULARY - 5] * 0.125)
+        return F.linear(self.hidden(tokens), self.tokens.weight[: VOCABULARY - 5] * 0.125)
 
 
-def sentence():
-    return torch.randint(VOCABULARY - 5, (2, TOKENS))
+def squares(logits, tokens):
+    return F.mse_loss(logits, torch.ones_like(logits))
 
 
-def test_a_tied_weight_is_a_head():
-    assert kinds(Language(tie=True), sentence()) == {"inner": "fp8", "projection": "head"}
-
-
-def test_an_untied_one_is_where_the_model_says_so_or_returns_its_logits():
-    assert kinds(Language(), sentence()) == {"inner": "fp8", "projection": "head"}  # more in test_heads.py
-    assert kinds(WithGetter(loss=squares), sentence()) == {"inner": "fp8", "projection": "head"}
-    assert kinds(WithoutOutput(loss=squares), sentence()) == {"inner": "fp8", "projection": "fp8"}
-
-
-@pytest.mark.parametrize("model_class", [Functional, Padded])
-def test_an_embeddings_weight_that_no_module_multiplies_with(model_class):
-    found = kinds(model_class(), sentence())
-    assert found.pop("inner") == "fp8"
-    assert list(found.values()) == ["head"]
-
-
-def test_a_model_within_a_model_is_asked_for_its_head():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = WithGetter()
-
-        def forward(self, tokens):
-            return self.model(tokens)
-
-    assert kinds(Outer(), sentence()) == {"model.inner": "fp8", "model.projection": "head"}
-
-
-def flat(logits, tokens):
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-
-
-def shifted(logits, tokens):
-    return F.cross_entropy(logits[:, :-1].contiguous().view(-1, logits.shape[-1]).float(), tokens[:, 1:].flatten())
-
-
-def classes_second(logits, tokens):
-    """As nn.CrossEntropyLoss wants it: [batch, classes, positions]."""
-    return F.cross_entropy(logits.transpose(1, 2), tokens)
-
-
-def log_probabilities(logits, tokens):
-    return -logits.log_softmax(-1).gather(-1, tokens[..., None]).mean()
-
-
-def capped(logits, tokens):
-    return F.cross_entropy((30 * torch.tanh(logits / 30)).view(-1, logits.shape[-1]), tokens.flatten(), label_smoothing=0.1)
-
-
-def by_logsumexp(logits, tokens):
-    return (logits.logsumexp(-1) - logits.gather(-1, tokens[..., None])[..., 0]).mean()
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Language(tie=True), ["fp8", "head"]),
+        (Language, ["fp8", "head"]),  # more below
+        (lambda: WithGetter(loss=squares), ["fp8", "head"]),
+        (lambda: nn.Sequential(WithGetter(loss=squares)), ["fp8", "head"]),
+        (lambda: WithoutOutput(loss=squares), ["fp8", "fp8"]),
+        (Functional, ["fp8", "head"]),
+        (Padded, ["fp8", "head"]),
+    ],
+    ids=["tied", "logits returned", "named by the model", "named by a model within", "not named", "functional", "padded"],
+)
+def test_tied_weights_and_what_the_model_names_are_heads(make, expected):
+    found = kinds(make(), sentence())
+    assert [found.pop(next(name for name in found if name.endswith("inner"))), *found.values()] == expected
 
 
 def in_chunks(logits, tokens):
@@ -121,90 +370,216 @@ def in_chunks(logits, tokens):
     return sum(F.cross_entropy(part, target, reduction="sum") for part, target in pairs)
 
 
-LOSSES = [flat, shifted, classes_second, log_probabilities, capped, by_logsumexp, in_chunks]
+LOSSES = {  # with what they make of the GEMM of the logits
+    "flat": (lambda y, t: F.cross_entropy(y.flatten(0, 1).float(), t.flatten()), "head"),
+    "shifted": (lambda y, t: F.cross_entropy(y[:, :-1].contiguous().view(-1, y.shape[-1]).float(), t[:, 1:].flatten()), "head"),
+    "classes second": (lambda y, t: F.cross_entropy(y.transpose(1, 2), t), "head"),  # as nn.CrossEntropyLoss wants it
+    "log probabilities": (lambda y, t: -y.log_softmax(-1).gather(-1, t[..., None]).mean(), "head"),
+    "capped": (
+        lambda y, t: F.cross_entropy((30 * torch.tanh(y / 30)).view(-1, y.shape[-1]), t.flatten(), label_smoothing=0.1),
+        "head",
+    ),
+    "logsumexp": (lambda y, t: (y.logsumexp(-1) - y.gather(-1, t[..., None])[..., 0]).mean(), "head"),
+    "in chunks": (in_chunks, "head"),
+    "over positions": (lambda y, t: y.log_softmax(1).mean(), "fp8"),  # not over the GEMM's columns
+    "probabilities": (lambda y, t: y.softmax(-1).square().mean(), "fp8"),
+    "squares": (squares, "fp8"),
+    "binary": (lambda y, t: F.binary_cross_entropy_with_logits(y, torch.ones_like(y)), "fp8"),
+}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_cross_entropy_in_the_graph_makes_a_head(loss, backend):
+@BACKENDS
+@pytest.mark.parametrize(("loss", "kind"), LOSSES.values(), ids=LOSSES)
+def test_cross_entropy_in_the_graph_makes_a_head(loss, kind, backend):
     found = kinds(Language(loss=loss), sentence(), backend=backend, backward=False)
-    assert found == {"inner": "fp8", "projection": "head"}
+    assert found == {"inner": "fp8", "projection": kind}
 
 
-def over_positions(logits, tokens):
-    """A distribution over positions, not over the GEMM's columns."""
-    return logits.log_softmax(1).mean()
+# -- heads whose loss is outside of the model: by what becomes of their result, and by the embedding they match
 
 
-def probabilities(logits, tokens):
-    return logits.softmax(-1).square().mean()
+def heads(model, *args, **options):
+    return {module for module, kind in kinds(model, *args, **options).items() if kind == "head"}
 
 
-def squares(logits, tokens):
-    return F.mse_loss(logits, torch.ones_like(logits))
+@BACKENDS
+def test_an_untied_head_is_found_with_the_loss_outside(backend):
+    found = kinds(NanoGPT(), sentence(), backend=backend, backward=backend == "aot_eager")
+    assert found == {f"h.{i}.{name}": "fp8" for i in (0, 1) for name in ("up", "down")} | {"lm_head": "head"}
 
 
-def binary(logits, tokens):
-    return F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
+def printing(model, tokens):
+    """No module reads as many features as it has columns."""
+    logits = model.lm_head(model.hidden(tokens))
+    torch._dynamo.graph_break()
+    return logits.float()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("loss", [over_positions, probabilities, squares, binary], ids=lambda f: f.__name__)
-def test_other_losses_make_none(loss, backend):
-    found = kinds(Language(loss=loss), sentence(), backend=backend, backward=False)
-    assert found == {"inner": "fp8", "projection": "fp8"}
+def by_a_helper(model, tokens):
+    logits = printing(model, tokens)
+    torch._dynamo.graph_break()
+    return 2 * logits
 
 
-class TableAsInput(nn.Module):
-    """Embeddings that GEMMs read as activations: learned queries, and a mixture of an embedding's rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries, self.inner, self.mix = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
-
-    def forward(self, x):
-        q = self.inner(self.queries.weight)
-        return q + self.mix(x).softmax(-1) @ self.queries.weight
+def by_cumsum(model, tokens):
+    mask = (tokens != 0).int()
+    return model.wte(tokens) + model.wpe((torch.cumsum(mask, 1) * mask).long())
 
 
-def test_an_embedding_that_is_read_as_an_activation_makes_no_head():
-    assert set(kinds(TableAsInput(), tokens_in()).values()) == {"fp8"}
+def encoded(model, tokens):
+    x = model.wte(tokens)
+    for block in model.h:
+        x = block(x)
+    return x
 
 
-def test_nothing_changes_for_blocks_compiled_one_by_one():
-    model = nn.ModuleList(LlamaBlock(WIDTH, 2 * WIDTH) for _ in range(2))
-    for block in model:
-        found = kinds(block, torch.randn(2, TOKENS, WIDTH, requires_grad=True))
-        assert len(found) == 7
-        assert set(found.values()) == {"fp8"}
+WIDE = {"vocabulary": POSITIONS, "rows": VOCABULARY}  # results are as wide as the table of positions is long
+SINUSOIDS = torch.randn(POSITIONS, WIDTH)
+ALL_BUT_LAST = VOCABULARY - 1
+
+FORMS = {  # of the output: 1 head
+    "last token": lambda m, t: m.lm_head(m.hidden(t)[:, [-1], :]),
+    "sliced": lambda m, t: m.lm_head(m.hidden(t))[:, -1].float(),
+    "capped": lambda m, t: 30 * torch.tanh(m.lm_head(m.hidden(t)) / 30),
+    "masked": lambda m, t: m.lm_head(m.hidden(t)).masked_fill((t == 0)[..., None], float("-inf")),  # by the caller's tokens
+    "gated": lambda m, t: (y := m.lm_head(m.hidden(t))) * torch.sigmoid(y),
+    "classes first": lambda m, t: m.lm_head(m.hidden(t)).transpose(1, 2).contiguous(),
+    "among others": lambda m, t: {"hidden": (h := m.hidden(t)), "logits": m.lm_head(h).bfloat16(), "tokens": t + 1},
+    "weight first": lambda m, t: (m.lm_head.weight @ m.hidden(t).flatten(0, 1).t()).t(),  # columns are the result's rows
+}
+LOOK_UPS = {  # of the caller's integers: 1 head
+    "shifted": lambda m, t: m.wte((t - 5).clamp(0, ALL_BUT_LAST).to(torch.int64)),
+    "replaced": lambda m, t: m.wte(torch.where(t < 0, 0, t.flatten()[: t.numel()].view_as(t))),
+    "indexed": lambda m, t: m.wte.weight[t],
+    "selected": lambda m, t: m.wte.weight.index_select(0, t.flatten()).view(*t.shape, -1),
+    "scaled, as Gemma's": lambda m, t: F.embedding(t, m.wte.weight * 8.0) * 0.5,
+}
+NONE = {
+    "a norm": {"form": lambda m, t: F.layer_norm(m.lm_head(m.hidden(t)), (VOCABULARY,))},
+    "a sum": {"form": lambda m, t: m.lm_head(m.hidden(t)).sum(-1)},
+    "a squared error": {"form": lambda m, t: F.mse_loss(m.lm_head(m.hidden(t)), torch.ones(2, TOKENS, VOCABULARY))},
+    "another width": {"vocabulary": 80, "rows": VOCABULARY},
+    "a residual stream": {"width": VOCABULARY, "form": encoded},
+}
+POSITIONS_DO_NOT_COUNT = {
+    "by arange": WIDE,
+    "by cumsum": {"look_up": by_cumsum, **WIDE},
+    "a buffer": {"look_up": lambda m, t: m.wte(t) + m.sinusoids[t.clamp(0, POSITIONS - 1)], **WIDE},
+    "classes of tokens": {"look_up": lambda m, t: m.wte(t) + m.wpe((t > 5).long()), **WIDE},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        *((options, 0) for options in NONE.values()),
+        ({"form": printing}, 1),
+        ({"form": by_a_helper}, 1),
+        *rest((options, 0) for options in POSITIONS_DO_NOT_COUNT.values()),
+        *rest(({"form": form}, 1) for form in FORMS.values()),
+        *rest(({"look_up": look_up}, 1) for look_up in LOOK_UPS.values()),
+    ],
+    ids=[*NONE, "printing", "by a helper", *POSITIONS_DO_NOT_COUNT, *FORMS, *LOOK_UPS],
+)
+def test_heads_of_a_gpt(options, count):
+    model = NanoGPT(**options)
+    model.register_buffer("sinusoids", SINUSOIDS)
+    assert len(heads(model, sentence(), backward=False)) == count
+    if "look_up" in options:
+        assert len(heads(model, sentence().int())) == count
+
+
+def test_few_classes_are_thin():
+    assert decisions(NanoGPT(vocabulary=16), sentence(16))["lm_head"]["output"] == "thin"
+
+
+WIDTHS = [(BYTES, BYTES), (BYTES, 32), (32, BYTES)]
+
+
+def marked(model):
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    compiled(sentence(BYTES)).sum().backward()
+    gemms = inspect(compiled).gemms
+    return {g.module for g in gemms if g.looks_like_head}, {g.module for g in gemms}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@each("form", FORMS_OF_BYTES)
+@each("widths", WIDTHS)
+def test_a_layer_as_wide_as_the_vocabulary_is_no_head(widths, form):
+    """Every graph between two breaks returns activations of that width."""
+    found, every = marked(Bytes(*widths, **FORMS_OF_BYTES[form]))
+    assert found == {"head"}
+    assert len(every) == 4
+
+
+@each("widths", WIDTHS)
+def test_a_byte_model_without_a_head_has_none_between_breaks(widths):
+    found, _ = marked(Bytes(*widths, after=torch._dynamo.graph_break, is_residual=False, has_head=False))
+    assert not found - {"last"}  # which ends the model and may be its head, for all that anyone can tell
+
+
+def test_blocks_compiled_one_by_one_have_no_heads():
+    model = Bytes(BYTES, BYTES)
+    for module in (model.up, model.down, model.last):
+        fp8_compile(module, "current", backend="aot_eager", in_place=True)
+    model(sentence(BYTES)).sum().backward()
+    assert not [g.module for g in inspect(model).gemms if g.looks_like_head]
+
+
+def test_an_output_that_another_weight_reads_is_no_head():
+    """Values for later calls are outputs as well: keys as wide as the vocabulary, and every hidden state."""
+
+    def caching(m, tokens):
+        x = m.embedding(tokens)
+        key, value = m.key(x), m.value(x)
+        hidden = m.out(F.scaled_dot_product_attention(key, key, value))
+        return m.head(F.relu(hidden)), hidden, key.view(2, TOKENS, 4, -1).transpose(1, 2), value
+
+    wide = {name: nn.Linear(BYTES, BYTES) for name in ("out", "head")}
+    narrow = {name: nn.Linear(32, BYTES) for name in ("key", "value")}
+    assert heads(Net(caching, embedding=nn.Embedding(BYTES, 32), **narrow, **wide), sentence(BYTES)) == {"head"}
+
+
+def test_what_looks_like_a_head_is_marked_whoever_decides():
+    def behind_a_break(model, tokens):
+        hidden = model.hidden(tokens)
+        torch._dynamo.graph_break()
+        return model.lm_head(hidden)
+
+    compiled = fp8_compile(NanoGPT(form=behind_a_break), "current", backend="aot_eager")
+    with pytest.warns(UserWarning, match="lm_head"):
+        compiled(sentence()).sum().backward()
+    assert {(g.module, g.quantized) for g in inspect(compiled).gemms if g.looks_like_head} == {("lm_head", True)}
+    for options in ({}, {"select": "all"}, {"rules": {"lm_head": "current"}}, {"rules": {"lm_head": None}}):
+        compiled = fp8_compile(NanoGPT(), "current", backend="aot_eager", **options)
+        with torch.no_grad():
+            compiled(sentence())
+        assert {g.module for g in inspect(compiled).gemms if g.looks_like_head} == {"lm_head"}, options
 
 
 # -- thin GEMMs
 
 
-class LoRA(nn.Module):
-    def __init__(self, rank):
-        super().__init__()
-        self.base, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, rank), nn.Linear(rank, WIDTH)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+def lora(rank):
+    down, up = nn.Linear(WIDTH, rank), nn.Linear(rank, WIDTH)
+    return Net(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(WIDTH, WIDTH), down=down, up=up)
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(8, "thin"), (31, "thin"), (32, "fp8")])
 def test_adapters_are_thin_below_32(rank, kind):
-    assert kinds(LoRA(rank), tokens_in()) == {"base": "fp8", "down": kind, "up": kind}
-
-
-def test_few_rows_are_not_thin():
-    assert kinds(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH, requires_grad=True)) == {"0": "fp8"}
+    assert kinds(lora(rank), tokens_in()) == {"base": "fp8", "down": kind, "up": kind}
 
 
 # -- the order of things: rules, then structure
 
 
+def tied():
+    return Language(tie=True)
+
+
 def test_rules_decide_where_they_match_and_nowhere_else():
-    model, text = Language(tie=True), sentence()
+    model, text = tied(), sentence()
     assert kinds(model, text, rules={"projection": "current"}) == {"inner": "fp8", "projection": "fp8"}
     assert kinds(model, text, rules={"*": "delayed"}, recipe="blockwise") == {"inner": "fp8", "projection": "fp8"}
     assert kinds(model, text, rules={"inner": None}) == {"inner": "rule", "projection": "head"}
@@ -213,37 +588,36 @@ def test_rules_decide_where_they_match_and_nowhere_else():
 
 
 def test_all_selects_everything():
-    assert set(kinds(Mixture(softmax_topk), tokens_in(), select="all").values()) == {"fp8"}
-    assert set(kinds(Language(tie=True, loss=flat), sentence(), select="all").values()) == {"fp8"}
-    assert set(kinds(LoRA(8), tokens_in(), select="all").values()) == {"fp8"}
-
-
-def test_another_value_is_refused():
+    for model, given in ((Mixture(softmax_topk), tokens_in()), (tied(), sentence()), (lora(8), tokens_in())):
+        assert set(kinds(model, given, select="all").values()) == {"fp8"}
     with pytest.raises(OptionError, match=r"select is 'al'\. Did you mean 'all'"):
-        fp8_compile(LoRA(8), "current", select="al")
+        fp8_compile(lora(8), "current", select="al")
 
 
 @pytest.mark.parametrize(
     ("make", "argument", "module"),
     [
         (lambda: Mixture(softmax_topk), tokens_in, "gate"),
-        (lambda: Language(tie=True), sentence, "projection"),
-        (lambda: nn.Sequential(LoRA(8), LoRA(8)), tokens_in, "1.down"),
+        (tied, sentence, "projection"),
+        (NanoGPT, sentence, "lm_head"),
+        (lambda: nn.Sequential(lora(8), lora(8)), tokens_in, "1.down"),
     ],
 )
 def test_the_reason_says_how_to_overrule_it_and_that_works(make, argument, module):
     compiled = fp8_compile(make(), "current", backend="aot_eager")
-    compiled(argument())
-    reason = next(g.reason for g in inspect(compiled).gemms if g.module == module)
-    pattern = re.search(r"rules=\{'([^']*)': recipe\} or select='all'$", reason)
-    assert pattern is not None, reason
-    assert kinds(make(), argument(), rules={pattern[1]: "current"})[module] == "fp8"
+    compiled(argument()).sum().backward()
+    reasons = {g.role: g.reason for g in inspect(compiled).gemms if g.module == module}
+    assert len(reasons) == 3
+    patterns = {re.search(r"rules=\{'([^']*)': recipe\} or select='all'$", reason)[1] for reason in reasons.values()}
+    assert len(patterns) == 1
+    assert module != "lm_head" or all("output of the graph" in reason for reason in reasons.values())
+    assert kinds(make(), argument(), rules=dict.fromkeys(patterns, "current"))[module] == "fp8"
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_every_recipe_leaves_the_same(recipe):
     assert kinds(Mixture(grouped_sigmoid), tokens_in(), recipe=recipe) == {"gate": "routing", "inner": "fp8"}
-    assert kinds(Language(tie=True), sentence(), recipe=recipe) == {"inner": "fp8", "projection": "head"}
+    assert kinds(tied(), sentence(), recipe=recipe) == {"inner": "fp8", "projection": "head"}
 
 
 def test_the_rule_that_a_reason_proposes_matches_equal_layers_and_not_every_module():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, suggest_rules
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, suggest_rules
 from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
@@ -160,10 +160,15 @@ def small():
 
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
+COUNTER = iter(range(1, 100))
 
 
 def small_step(model):
     return model(X).square().mean()
+
+
+def searched(model, step=small_step, recipe="current", *args, **options):
+    return suggest_rules(model, step, recipe, *args, **{"progress": False} | options)
 
 
 def test_the_model_is_left_as_it_was():
@@ -176,7 +181,7 @@ def test_the_model_is_left_as_it_was():
     gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
     moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
     random = torch.get_rng_state()
-    found = suggest_rules(model, small_step, "current", checks=2, progress=False)
+    found = searched(model, checks=2)
     assert len(found.gemms) == 5  # the first input needs no gradient
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
@@ -188,22 +193,6 @@ def test_the_model_is_left_as_it_was():
     assert "forward" not in vars(model)
 
 
-def test_the_model_is_left_as_it_was_when_step_fails(small):
-    before = [p.clone() for p in small.parameters()]
-    calls = []
-
-    def failing(model):
-        calls.append(1)
-        if len(calls) == 2:  # with moved parameters
-            raise RuntimeError("no more data")
-        return small_step(model)
-
-    with pytest.raises(RuntimeError, match="no more data"):
-        suggest_rules(small, failing, "current", progress=False)
-    assert all(torch.equal(p, q) for p, q in zip(small.parameters(), before, strict=True))
-    assert all(p.grad is None for p in small.parameters())
-
-
 def test_dropout_is_the_same_in_every_pass():
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
     losses = []
@@ -213,18 +202,17 @@ def test_dropout_is_the_same_in_every_pass():
         losses.append(loss.item())
         return loss
 
-    suggest_rules(model, noted, "current", checks=0, progress=False)
+    searched(model, noted, checks=0)
     first, moved, again = losses
     assert first == again != moved
     assert small_step(model).item() == pytest.approx(first, rel=1e-5)  # the mask that comes next, as if nothing had run
     assert small_step(model).item() != pytest.approx(first, rel=1e-5)
 
 
-def gemm(module, role, flops, risk=1.0):
-    return Sensitivity(module=module, role=role, expected=risk, spread=0.0, measured=None, flops=flops, kept=False)
-
-
 def test_rules_fill_the_budget_in_the_order_of_the_ranking():
+    def gemm(module, role, flops, kept=False):
+        return Sensitivity(module=module, role=role, expected=1.0, spread=0.0, measured=None, flops=flops, kept=kept)
+
     found = [gemm("a", "output", 30), gemm("b", "output", 80), gemm("a", "grad_weight", 20), gemm("c", "output", 70)]
     chosen = _suggestion(list(found), 0.7, 1.0)
     assert dict(chosen) == {"a": None}  # both of a's; b does not fit
@@ -232,15 +220,12 @@ def test_rules_fill_the_budget_in_the_order_of_the_ranking():
     assert dict(_suggestion(list(found), 1.0, 1.0)) == {}
     assert dict(_suggestion(list(found), 0.0, 1.0)) == {"a": None, "b": None, "c": None}
     assert dict(_suggestion([gemm("a", "output", 10), gemm("a", "grad_input", 90)], 0.9, 1.0)) == {"a:output": None}
+    assert patterns([gemm("a[0]", "output", 1, kept=True)]) == {"a[[]0]": None}
 
 
-def test_patterns_escape_what_globs_mean():
-    kept = Sensitivity(module="a[0]", role="output", expected=1.0, spread=0.0, measured=None, flops=1, kept=True)
-    assert patterns([kept]) == {"a[[]0]": None}
-
-
-def test_what_it_returns(small):
-    found = suggest_rules(small, small_step, DelayedScaling(), 0.5, checks=1, progress=False)
+def test_what_it_returns(small, capsys):
+    found = suggest_rules(small, small_step, DelayedScaling(), 0.5, checks=1)
+    assert "3 passes of the step" in " ".join(capsys.readouterr().err.split())
     assert isinstance(found, Suggestion)
     assert isinstance(found, dict)
     assert found.rules == dict(found)
@@ -253,73 +238,64 @@ def test_what_it_returns(small):
     small_step(compiled).backward()
     report = inspect(compiled)
     assert report.unmatched_rules == []
-    kept = {(g.module, g.role) for g in found.gemms if g.kept}
-    assert {(g.module, g.role) for g in report.gemms if not g.quantized} == kept
+    assert {(g.module, g.role) for g in report.gemms if not g.quantized} == {(g.module, g.role) for g in found.gemms if g.kept}
     assert sum(g.flops for g in report.gemms if g.quantized) / sum(g.flops for g in report.gemms) == found.fp8_share
-
-
-def test_the_cost_is_announced(small, capsys):
-    suggest_rules(small, small_step, Float8BlockScaling(), checks=0)
-    assert "3 passes of the step" in " ".join(capsys.readouterr().err.split())
 
 
 def test_searching_again_and_again(small):
     """More often than Dynamo compiles one function."""
-    found = [suggest_rules(small, small_step, "current", checks=0, progress=False) for _ in range(10)]
+    found = [searched(small, checks=0) for _ in range(10)]
     assert all(f.to_dict() == found[0].to_dict() for f in found)
 
 
+def trains(model):
+    loss = small_step(model)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return loss
+
+
+def fails_with_moved_parameters(model):
+    if next(COUNTER) % 2 == 0:
+        raise RuntimeError("no more data")
+    return small_step(model)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "match"),
+    ("search", "error", "match"),
     [
-        (lambda m: 3.0, "step returned a float; return the loss"),
-        (lambda m: m(X), "a tensor of shape"),
-        (lambda m: small_step(m).detach(), "has no gradient"),
-        (lambda m: small_step(m) * float("nan"), "nan in high precision"),
-        (lambda m: X.clone().requires_grad_().sum(), "nothing of the step would be in FP8"),
-        (lambda m: small_step(m) * torch.rand(()).add(next(COUNTER)), "not repeatable"),
+        (lambda m: searched(m, lambda m: 3.0), OptionError, "step returned a float; return the loss"),
+        (lambda m: searched(m, lambda m: m(X)), OptionError, "a tensor of shape"),
+        (lambda m: searched(m, lambda m: small_step(m).detach()), OptionError, "has no gradient"),
+        (lambda m: searched(m, lambda m: small_step(m) * float("nan")), OptionError, "nan in high precision"),
+        (lambda m: searched(m, lambda m: X.clone().requires_grad_().sum()), OptionError, "nothing of the step would be in FP8"),
+        (lambda m: searched(m, lambda m: small_step(m) * torch.rand(()).add(next(COUNTER))), OptionError, "not repeatable"),
+        (lambda m: searched(m, trains), OptionError, "step ran a backward"),
+        (lambda m: searched(m, fails_with_moved_parameters), RuntimeError, "no more data"),
+        (lambda m: searched(m, keep=1.1), OptionError, "keep is 1.1"),
+        (lambda m: searched(m, keep=True), OptionError, "keep is True"),
+        (lambda m: searched(m, checks=-1), OptionError, "checks is -1"),
+        (lambda m: searched(fp8_compile(m, "current")), OptionError, "model is compiled"),
+        (lambda m: searched(small_step), OptionError, "a function"),
+        (lambda m: searched(m, recipe=None), OptionError, "saved_activations='fp8'"),
+        (lambda m: searched(m, saved_activations="int8"), OptionError, "'int8'"),
     ],
 )
-def test_steps_that_are_none(small, wrong, match):
-    with pytest.raises(OptionError, match=match):
-        suggest_rules(small, wrong, "current", progress=False)
-
-
-COUNTER = iter(range(1, 100))
-
-
-def test_a_step_that_trains(small):
-    optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
-
-    def trains(model):
-        loss = small_step(model)
-        loss.backward()
-        optimizer.step()
-        return loss
-
+def test_refused_and_the_model_is_left_as_it_was(small, search, error, match):
     before = [p.clone() for p in small.parameters()]
-    with pytest.raises(OptionError, match="step ran a backward"):
-        suggest_rules(small, trains, "current", progress=False)
+    with pytest.raises(error, match=match):
+        search(small)
     assert all(torch.equal(p, q) for p, q in zip(small.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"keep": 1.1}, "keep is 1.1"), ({"keep": True}, "keep is True"), ({"checks": -1}, "checks is -1")],
-)
-def test_arguments_out_of_range(small, options, match):
-    with pytest.raises(OptionError, match=match):
-        suggest_rules(small, small_step, "current", **options)
-
-
-def test_a_model_that_is_compiled_already(small):
-    with pytest.raises(OptionError, match="model is compiled"):
-        suggest_rules(fp8_compile(small, "current"), small_step)
-    with pytest.raises(OptionError, match="a function"):
-        suggest_rules(small_step, small_step)
+    assert error is OptionError or all(p.grad is None for p in small.parameters())
 
 
 MAGNITUDES = torch.tensor([1.0, 1e2, 1e4, 1e6])
+OFFS = torch.tensor([17, 17, 48, 80], dtype=torch.int32)  # the second group is empty, and rows behind 80 belong to none
+ROUNDED_RECIPES = {
+    "delayed": DelayedScaling(margin=1),
+    "epsilon": Float8CurrentScaling(amax_epsilon=3e2),
+    **{name: name for name in ("current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")},
+}
 
 
 class Product(nn.Module):
@@ -331,21 +307,7 @@ class Product(nn.Module):
         self.form, self.weight = form, nn.Parameter(weight.bfloat16() if form == "grouped" else weight)
 
     def forward(self, x):
-        if self.form == "grouped":
-            return torch._grouped_mm(x, self.weight, offs=OFFS)
-        return x @ self.weight
-
-
-OFFS = torch.tensor([17, 17, 48, 80], dtype=torch.int32)  # the second group is empty, and rows behind 80 belong to none
-ROUNDED_RECIPES = {
-    "delayed": DelayedScaling(margin=1),
-    "current": "current",
-    "epsilon": Float8CurrentScaling(amax_epsilon=3e2),
-    "blockwise": "blockwise",
-    "rowwise": "rowwise",
-    "rowwise_with_gw_hp": "rowwise_with_gw_hp",
-    "mxfp8": "mxfp8",
-}
+        return torch._grouped_mm(x, self.weight, offs=OFFS) if self.form == "grouped" else x @ self.weight
 
 
 def nearly_equal(found, expected):
@@ -359,13 +321,13 @@ def nearly_equal(found, expected):
 @pytest.mark.parametrize("name", ROUNDED_RECIPES)
 def test_products_are_those_of_the_rewritten_graph(form, name):
     """The operands of all roles, in the sizes and magnitudes that tell one scale of a batch from several."""
-    recipe = ROUNDED_RECIPES[name]
-    k, n, rows = (64, 48, 96) if form == "grouped" else (50, 70, 33)
+    recipe, is_grouped = ROUNDED_RECIPES[name], form == "grouped"
+    k, n, rows = (64, 48, 96) if is_grouped else (50, 70, 33)
     torch.manual_seed(0)
     model = Product(form, k, n)
     shape = (4, rows, k) if form == "bmm" else (rows, k)
     x = torch.randn(shape) * (MAGNITUDES[:, None, None] if form == "bmm" else MAGNITUDES.repeat(rows)[:rows, None])
-    if form == "grouped":
+    if is_grouped:
         x[80:] = 1e9
         x = x.bfloat16()
     x.requires_grad_()
@@ -374,30 +336,27 @@ def test_products_are_those_of_the_rewritten_graph(form, name):
     dy = torch.randn(out.shape).to(out.dtype)
     out.backward(dy)
 
-    operands = {
-        "output": (x.detach(), model.weight.detach(), ("input", "weight")),
-        "grad_input": (dy, model.weight.detach().mT, ("grad_output", "weight")),
-        "grad_weight": (x.detach().mT, dy, ("input", "grad_output")),
+    weight = model.weight.detach()
+    products = {
+        "output": (x.detach(), weight, ("input", "weight"), out.detach()),
+        "grad_input": (dy, weight.mT, ("grad_output", "weight"), x.grad),
+        "grad_weight": (x.detach().mT, dy, ("input", "grad_output"), model.weight.grad),
     }
-    results = {"output": out.detach(), "grad_input": x.grad, "grad_weight": model.weight.grad}
     checked = parse_rules(recipe, None).default
     seen = {g.role for g in inspect(compiled).gemms if g.quantized}
     assert seen
     for role in seen:
-        a, b, kinds = operands[role]
-        of = roundings(checked, role, kinds)
-        offs = OFFS if form == "grouped" else None
-        exact = a.float() @ b.float() if offs is None else by_groups(a, b, sums=role == "grad_weight")
-        found = product_error(a, b, *of, offs) + exact
-        if offs is not None:
-            found = found.bfloat16().float()
-        expected = results[role].float()
-        if form == "grouped" and role != "grad_weight":
-            found, expected = found[:80], expected[:80]
-        if form == "grouped":
-            assert (found - expected).norm() <= 4e-3 * expected.norm(), role  # bfloat16 results
-        else:
+        a, b, kinds, expected = products[role]
+        offs = OFFS if is_grouped else None
+        exact = by_groups(a, b, sums=role == "grad_weight") if is_grouped else a.float() @ b.float()
+        found, expected = product_error(a, b, *roundings(checked, role, kinds), offs) + exact, expected.float()
+        if not is_grouped:
             assert nearly_equal(found, expected), role
+            continue
+        found = found.bfloat16().float()
+        if role != "grad_weight":
+            found, expected = found[:80], expected[:80]
+        assert (found - expected).norm() <= 4e-3 * expected.norm(), role  # bfloat16 results
 
 
 def by_groups(a, b, *, sums):
@@ -491,10 +450,3 @@ def test_saved_values_are_ranked_by_their_effect_on_gradients(recipe):
     loss_of_gates(compiled).backward()
     kept = {v.module for v in inspect(compiled).graphs[0].saved if (v.reason or "").startswith("rule")}
     assert kept == {g.module for g in saved.values() if g.kept}
-
-
-def test_saved_values_are_ranked_where_they_are_saved_in_fp8_alone():
-    with pytest.raises(OptionError, match="saved_activations='fp8'"):
-        suggest_rules(mlp(), loss_of_gates, None)
-    with pytest.raises(OptionError, match="'int8'"):
-        suggest_rules(mlp(), loss_of_gates, "current", saved_activations="int8")

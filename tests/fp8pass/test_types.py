@@ -95,14 +95,12 @@ def cache(request) -> pathlib.Path:
     return request.config.cache.mkdir("mypy")
 
 
-@pytest.mark.slow
 def test_mypy_accepts_a_right_file(tmp_path, cache):
     file = tmp_path / "right.py"
     file.write_text(RIGHT)
     assert mypy(file, cache) == []
 
 
-@pytest.mark.slow
 def test_mypy_refuses_each_line_of_a_wrong_file(tmp_path, cache):
     file = tmp_path / "wrong.py"
     file.write_text(WRONG)

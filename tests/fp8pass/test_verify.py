@@ -32,7 +32,6 @@ def traced(recipe="delayed", **options) -> Joint:
 
 @pytest.fixture
 def work():
-    """Everything before `verify` has run."""
     return traced().run("apply")
 
 
@@ -50,7 +49,6 @@ def cursor(work, before):
 
 
 def copy_of(work, node):
-    """A second node like `node`, before it."""
     with work.graph.inserting_before(node):
         return work.graph.node_copy(node)
 

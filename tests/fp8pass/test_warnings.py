@@ -20,10 +20,10 @@ from fp8pass.errors import (
     StrictError,
 )
 from fp8pass.integrations.saved import collect_state
-from tests.fp8pass.test_heads import NanoGPT, sentence
 from tests.support.backend import register_backend
 from tests.support.cases import each
 from tests.support.models import Stack, mlp
+from tests.support.selection import NanoGPT, sentence
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -1,6 +1,6 @@
 """The loaders of exports: a matrix of models, recipes, formats and loaders, and the table of it in docs/export.md.
 
-`python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_matrix.py` compares.
+`python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_loaders.py` compares.
 
 A loader reads an export if no tensor is missing, each weight is the exported one (its FP8 value times its scale, where both the
 scale and the product may be rounded to the dtype of the model), and logits agree with those of the compiled model that was

@@ -1,6 +1,6 @@
 """Small models that tests share. Plain PyTorch, as a user would write them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,19 @@ from benchmarks.models import LlamaBlock as LlamaBlock
 def mlp(inputs: int = 64, hidden: int = 128, outputs: int = 64, bias: bool = True) -> nn.Sequential:
     """Two linears with a GELU between them: 6 GEMMs."""
     return nn.Sequential(nn.Linear(inputs, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, outputs, bias=bias))
+
+
+class Net(nn.Module):
+    """Modules and Parameters by name, and what `forward` makes of the model and its arguments."""
+
+    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.function = forward
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.function(self, *args, **options)
 
 
 class BrokenBlock(nn.Module):

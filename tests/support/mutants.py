@@ -34,7 +34,7 @@ _RECOMPUTE = (
     " -k recomputation_or_twice_or_oldest_or_reentrant_checkpoint_or_hooks_around_blocks"
 )
 _KEPT = "fp8pass/test_kept_weights.py fp8pass/test_stale_weights.py -k never_out_of_date_or_boundary_or_frozen_or_instances"
-_EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py"
+_EXPORT = "fp8pass/export/test_export.py"
 
 MUTANTS: list[Mutant] = [
     # -- runtime

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8pass import fp8_compile
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
@@ -31,16 +32,35 @@ class Step:
         return [*self.inputs, *self.parameters.values()]
 
 
-def step(
-    call: Callable[..., Any], model: nn.Module, *xs: torch.Tensor, loss: Callable[..., torch.Tensor] = mean_square
-) -> Step:
-    """One forward and backward of `call`, which computes with the Parameters of `model`. Gradients begin at None."""
-    model.zero_grad()
+def step(call: Callable[..., Any], model: Any, *xs: torch.Tensor, loss: Callable[..., torch.Tensor] = mean_square) -> Step:
+    """One forward and backward of `call`, which computes with the Parameters of `model`, if that is a module. Gradients begin
+    at None."""
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    for parameter in named.values():
+        parameter.grad = None
     given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in xs]
     out = call(*given)
-    loss(out).backward()
-    parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if out.requires_grad:
+        loss(out).backward()
+    parameters = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     return Step(out.detach(), [x.grad for x in given if x.grad is not None], parameters)
+
+
+def compiled_step(
+    model: nn.Module,
+    recipe: Any,
+    *xs: torch.Tensor,
+    count: int = 1,
+    loss: Callable[..., torch.Tensor] = mean_square,
+    **options: Any,
+) -> tuple[Any, Step]:
+    """`model` compiled, by aot_eager if `options` name no backend, and the last of `count` steps with equal random numbers."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, **{"backend": "aot_eager"} | options)
+    for _ in range(count):
+        torch.manual_seed(1)
+        found = step(compiled, model, *xs, loss=loss)
+    return compiled, found
 
 
 def normal(out: torch.Tensor) -> torch.Tensor:
@@ -57,10 +77,10 @@ def assert_close(
 ) -> None:
     """Signal to quantization noise of at least so many dB, in the output and in every gradient but negligible ones: those whose
     norm is below this part of the largest."""
-    assert found.out.dtype == expected.out.dtype
+    assert (found.out.shape, found.out.dtype) == (expected.out.shape, expected.out.dtype)
     assert sqnr(expected.out, found.out) >= output
     assert found.parameters.keys() == expected.parameters.keys()
-    smallest = negligible * max(want.norm() for want in expected.gradients)
+    smallest = negligible * max((want.norm() for want in expected.gradients), default=0)
     for got, want in zip(found.gradients, expected.gradients, strict=True):
         assert got.dtype == want.dtype
         assert want.norm() < smallest or sqnr(want, got) >= gradient
@@ -74,13 +94,16 @@ def assert_equal(found: Step, expected: Step) -> None:
 
 def assert_trains_as(
     compiled: Callable[..., Any],
-    model: nn.Module,
+    model: Any,
     *xs: torch.Tensor,
     loss: Callable[..., torch.Tensor] = mean_square,
+    warm_up: int = 0,
     **bounds: float,
 ) -> Step:
-    """A step of a compiled model is close to one of `model`, a copy of which runs as it is. Returns the compiled one's."""
+    """A step of a compiled model or function, after `warm_up` others, is close to one of `model`, a copy of which runs as it
+    is. Returns the compiled one's."""
     plain = copy.deepcopy(model)
-    found = step(compiled, model, *xs, loss=loss)
+    for _ in range(warm_up + 1):
+        found = step(compiled, model, *xs, loss=loss)
     assert_close(found, step(plain, plain, *xs, loss=loss), **bounds)
     return found

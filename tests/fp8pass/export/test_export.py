@@ -1,5 +1,6 @@
 """Exports: the bytes are those that forward GEMMs read, files are what safetensors reads, and what cannot be held is said."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -7,14 +8,19 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fp8pass
 from fp8pass import DelayedScaling, export_fp8, fp8_compile, state, state_dict_fp8
+from fp8pass.api import _parts_and_model
 from fp8pass.errors import ExportError, Fp8Warning, NotCompiledError
+from fp8pass.tools.export.folder import plan_export
+from fp8pass.tools.export.formats import CompressedTensors, FineGrained, ScaleKind, StoredScheme
+from tests.support.engines import dequantized
+from tests.support.models import Net
 from tests.support.operands import recorded
 
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
@@ -39,8 +45,15 @@ class Model(nn.Module):
         return x
 
 
+def chain(*sizes):
+    return nn.Sequential(nn.Embedding(64, sizes[0]), *(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+
+
+def planned(compiled, fmt):
+    return plan_export(*_parts_and_model(compiled), fmt)
+
+
 def trained(recipe, model=None, **options):
-    """A model after a step, compiled, and its input."""
     model = model or Model().bfloat16()
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
     tokens = torch.randint(0, 64, (2, 16))
@@ -50,17 +63,6 @@ def trained(recipe, model=None, **options):
             if parameter.grad is not None:
                 parameter -= 0.1 * parameter.grad
     return model, compiled, tokens
-
-
-def dequantized(data, scale):
-    """float32 values of a matrix and its scales as they are on disk, by the shapes alone."""
-    scale = scale.float() if scale.dtype is not torch.uint8 else torch.exp2(scale.float() - 127)
-    rows, columns = data.shape[-2:]
-    if scale.numel() > 1:
-        for dim, size in ((0, rows), (1, columns)):
-            block = next(b for b in (1, 32, 128, size) if -(-size // b) == scale.shape[dim])
-            scale = scale.repeat_interleave(block, dim)[:rows, :columns]
-    return data.float() * scale
 
 
 def exact(tensor):
@@ -97,7 +99,7 @@ def test_the_bytes_are_those_of_the_forward(recipe):
 @pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
 def test_files_hold_what_the_iteration_gives(fmt, tmp_path):
     safetensors = pytest.importorskip("safetensors")
-    _, compiled, _ = trained("blockwise", model=nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 256)))
+    _, compiled, _ = trained("blockwise", chain(256, 384, 256))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("of an earlier export")
     report = export_fp8(compiled, tmp_path, fmt, max_shard_bytes=120_000)
@@ -120,34 +122,32 @@ def test_files_hold_what_the_iteration_gives(fmt, tmp_path):
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_failed_export_leaves_the_earlier_one(tmp_path):
-    model, compiled, _ = trained("current")
-    export_fp8(compiled, tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ExportError, match=r"odd is torch\.complex64"):
-        export_fp8(compiled, tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_config_that_cannot_be_written_leaves_the_earlier_export(tmp_path):
     """Tensors in FP8 beside a config.json that does not say so would be loaded without their scales."""
     model, compiled, _ = trained("current")
     export_fp8(compiled, tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert contents(tmp_path).keys() == {"config.json", "model.safetensors"}
     with torch.no_grad():
         model.embed.weight.zero_()
-    with pytest.raises(ExportError, match=r"config\.json.* is not JSON \(Expecting .*correct or"):
-        export_fp8(compiled, tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for spoil, message in (
+        (lambda: model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64)), r"odd is torch\.complex64"),
+        (lambda: (tmp_path / "config.json").write_text("{"), r"config\.json.* is not JSON \(Expecting .*correct or"),
+    ):
+        spoil()
+        before = contents(tmp_path)
+        with pytest.raises(ExportError, match=message):
+            export_fp8(compiled, tmp_path)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("num_moved", range(1, 5))
 def test_a_crash_while_files_get_their_names_leaves_nothing_that_looks_whole(num_moved, tmp_path, monkeypatch):
     """Tensors without an index, or beside an earlier config.json, would load as something else."""
-    _, compiled, _ = trained("blockwise", model=nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 256)))
+    _, compiled, _ = trained("blockwise", chain(256, 384, 256))
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
     (tmp_path / "model.safetensors").write_text("of another model")
     moved, move = [], os.replace
@@ -189,9 +189,21 @@ def test_configs(tmp_path):
     assert "layers.*.weight (x3): rowwise: one scale per row" in str(report)
 
 
+@pytest.mark.parametrize("kind", ScaleKind, ids=lambda kind: kind.name)
+def test_only_static_input_scales_are_not_dynamic(kind):
+    """Static ones are from training, all others the engine's own."""
+    config = CompressedTensors().config({StoredScheme(kind): ["layer"]}, ["head"])
+    (group,) = config["config_groups"].values()
+    assert group["weights"]["dynamic"] is False
+    assert group["input_activations"]["dynamic"] is (kind is not ScaleKind.STATIC)
+    assert config["ignore"] == ["head"]
+    if kind in (ScaleKind.STATIC, ScaleKind.TENSOR, ScaleKind.BLOCK):
+        scheme = FineGrained().config({StoredScheme(kind): ["layer"]}, [])["activation_scheme"]
+        assert scheme == ("static" if kind is ScaleKind.STATIC else "dynamic")
+
+
 def test_fp8_keeps_ragged_blocks(tmp_path):
-    model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 576), nn.Linear(576, 200))
-    _, compiled, _ = trained("blockwise", model)
+    _, compiled, _ = trained("blockwise", chain(256, 384, 576, 200))
     report = export_fp8(compiled, tmp_path, "fp8")
     assert [w.name for w in report.written] == ["1.weight"]
     assert "[576, 384] does not consist of whole 128x128 blocks" in report.kept["2.weight"]
@@ -207,27 +219,14 @@ def test_fp8_keeps_ragged_blocks(tmp_path):
 
 
 def test_names_that_would_match_others_are_anchored():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(96, 128)
-            self.deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
-
-        def forward(self, tokens):
-            return self.deep["fc"](self.fc(nn.functional.one_hot(tokens, 96).float()))
-
-    _, compiled, _ = trained("blockwise", Two())
-    from fp8pass.api import _parts_and_model
-    from fp8pass.tools.export.folder import plan_export
-
-    config = plan_export(*_parts_and_model(compiled), "fp8").config
-    assert config["modules_to_not_convert"] == ["^fc$"]
+    deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+    model = Net(lambda m, t: m.deep["fc"](m.fc(F.one_hot(t, 96).float())), fc=nn.Linear(96, 128), deep=deep)
+    _, compiled, _ = trained("blockwise", model)
+    assert planned(compiled, "fp8").config["modules_to_not_convert"] == ["^fc$"]
 
 
 def test_static_scales_need_a_step():
-    model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 128))
-    compiled = fp8_compile(model, "delayed", backend="aot_eager")
-    tokens = torch.randint(0, 64, (2, 16))
+    compiled, tokens = fp8_compile(chain(256, 128), "delayed", backend="aot_eager"), torch.randint(0, 64, (2, 16))
     with torch.no_grad():
         compiled(tokens)
     with pytest.raises(ExportError, match="no step has recorded an amax of its input"):
@@ -250,60 +249,40 @@ def test_weights_without_a_history_keep_the_margin():
     assert len(gemms) == 3
 
 
+def tied():
+    model = Net(lambda m, tokens: m.head(m.second(m.first(m.embed(tokens)))))
+    model.embed, model.head = nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)
+    model.first, model.second = nn.Linear(128, 128), nn.Linear(128, 128)
+    model.second.weight, model.head.weight = model.first.weight, model.embed.weight
+    return model
+
+
 def test_tied_and_shared_weights(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(64, 128)
-            self.first = nn.Linear(128, 128)
-            self.second = nn.Linear(128, 128)
-            self.second.weight = self.first.weight
-            self.head = nn.Linear(128, 64, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens):
-            return self.head(self.second(self.first(self.embed(tokens))))
-
-    _, compiled, _ = trained("current", Tied(), select="all")
+    _, compiled, _ = trained("current", tied(), select="all")
     report = export_fp8(compiled, tmp_path)
     names = set(dict(state_dict_fp8(compiled)))
     assert {"first.weight", "first.weight_scale", "embed.weight"} <= names
     assert not names & {"second.weight", "head.weight", "second.weight_scale"}
     assert report.kept == {"embed.weight": "tied: an embedding reads it in high precision"}
-    _, compiled, _ = trained("delayed", Tied(), select="all")
-    assert "several GEMMs read it, with inputs that have scales of their own" in str(_refusal(compiled))
-
-
-def _refusal(compiled):
-    with pytest.raises(ExportError) as caught:
+    _, compiled, _ = trained("delayed", tied(), select="all")
+    with pytest.raises(ExportError, match="several GEMMs read it, with inputs that have scales of their own"):
         state_dict_fp8(compiled)
-    return caught.value
 
 
 def test_layouts_and_reads_that_no_format_has():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.turned = nn.Parameter(torch.randn(128, 64) / 8)
-            self.scaled = nn.Parameter(torch.randn(64, 64) / 8)
-            self.plain = nn.Linear(64, 64)
+    parameters = {"turned": nn.Parameter(torch.randn(128, 64) / 8), "scaled": nn.Parameter(torch.randn(64, 64) / 8)}
 
-        def forward(self, tokens):
-            x = nn.functional.one_hot(tokens, 128).float() @ self.turned
-            return self.plain(nn.functional.linear(x, self.scaled * 2))
+    def forward(m, tokens):
+        return m.plain(F.linear(F.one_hot(tokens, 128).float() @ m.turned, m.scaled * 2))
 
-    _, compiled, _ = trained("current", Odd())
+    _, compiled, _ = trained("current", Net(forward, plain=nn.Linear(64, 64), **parameters))
     exported = dict(state_dict_fp8(compiled))
     assert exported["turned"].dtype is exported["scaled"].dtype is torch.float32
     assert exported["plain.weight"].dtype is torch.float8_e4m3fn
-    report = str(fp8pass.inspect(compiled))
-    assert "plain" in report
 
 
 def test_under_autocast_the_parameter_is_quantized():
-    model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 128))
-    compiled = fp8_compile(model, "rowwise", backend="aot_eager")
-    tokens = torch.randint(0, 64, (2, 16))
+    compiled, tokens = fp8_compile(chain(128, 128), "rowwise", backend="aot_eager"), torch.randint(0, 64, (2, 16))
     with torch.autocast("cpu", torch.bfloat16):
         compiled(tokens).sum().backward()
         with torch.no_grad(), recorded() as gemms:
@@ -324,18 +303,13 @@ def test_modules_compiled_one_by_one_and_in_place():
 
 
 def test_experts_of_any_model():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(4, 96, 64, dtype=torch.bfloat16))
-
-        def forward(self, tokens):
-            x = nn.functional.one_hot(tokens.flatten(), 64).to(torch.bfloat16)
-            offs = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
-            return torch._grouped_mm(x, self.up.transpose(-2, -1), offs)
+    def experts(m, tokens):
+        x = F.one_hot(tokens.flatten(), 64).to(torch.bfloat16)
+        return torch._grouped_mm(x, m.up.transpose(-2, -1), torch.tensor([8, 8, 24, 32], dtype=torch.int32))
 
     for recipe, shape in (("delayed", (4,)), ("rowwise", (4, 96, 1))):
-        _, compiled, tokens = trained(recipe, Experts())
+        model = Net(experts, up=nn.Parameter(torch.randn(4, 96, 64, dtype=torch.bfloat16)))
+        _, compiled, tokens = trained(recipe, model)
         exported = dict(state_dict_fp8(compiled))
         with torch.no_grad(), recorded() as gemms:
             compiled(tokens)
@@ -346,10 +320,7 @@ def test_experts_of_any_model():
 
 def test_mixed_recipes():
     _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
-    from fp8pass.api import _parts_and_model
-    from fp8pass.tools.export.folder import plan_export
-
-    contents = plan_export(*_parts_and_model(compiled), "compressed-tensors")
+    contents = planned(compiled, "compressed-tensors")
     groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
     assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
     assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
@@ -408,21 +379,22 @@ def test_an_export_needs_the_memory_of_one_layer(tmp_path):
 
 def test_wrong_arguments(tmp_path):
     _, compiled, _ = trained("rowwise")
-    with pytest.raises(ExportError, match=r"format is 'compressed_tensors'. Did you mean 'compressed-tensors'"):
-        export_fp8(compiled, tmp_path, "compressed_tensors")
-    with pytest.raises(ExportError, match="max_shard_bytes is '5GB'"):
-        export_fp8(compiled, tmp_path, max_shard_bytes="5GB")
-    with pytest.raises(ExportError, match="has one per tensor or per 128x128 block"):
-        export_fp8(compiled, tmp_path, "fp8")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="is a file; pass a folder"):
-        export_fp8(compiled, tmp_path / "file")
+    fresh = fp8_compile(Model(), "rowwise", backend="aot_eager")
+    function = fp8_compile(lambda x: x @ x, "rowwise", backend="aot_eager")
+    for call, message in (
+        (
+            lambda: export_fp8(compiled, tmp_path, "compressed_tensors"),
+            "is 'compressed_tensors'. Did you mean 'compressed-tens",
+        ),
+        (lambda: export_fp8(compiled, tmp_path, max_shard_bytes="5GB"), "max_shard_bytes is '5GB'"),
+        (lambda: export_fp8(compiled, tmp_path, "fp8"), "has one per tensor or per 128x128 block"),
+        (lambda: export_fp8(compiled, tmp_path / "file"), "is a file; pass a folder"),
+        (lambda: state_dict_fp8(fresh), "Call the compiled model before"),
+        (lambda: state_dict_fp8(function), "compiled function has no Parameters"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            call()
     with pytest.raises(NotCompiledError):
         state_dict_fp8(nn.Linear(2, 2))
-    fresh = fp8_compile(Model(), "rowwise", backend="aot_eager")
-    with pytest.raises(ExportError, match="Call the compiled model before"):
-        state_dict_fp8(fresh)
-    function = fp8_compile(lambda x: x @ x, "rowwise", backend="aot_eager")
-    with pytest.raises(ExportError, match="compiled function has no Parameters"):
-        state_dict_fp8(function)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
