@@ -1,5 +1,6 @@
 """`inspect`: records, the table, graphs that can be printed, JSON."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -290,6 +291,14 @@ def test_adapters_share_a_row_whatever_they_adapt():
     assert all("rules={'*.lora_*': recipe}" in row[-1] for row in rows.values())
     report = inspected(nn.Sequential(adapted(64, 32)), "current", x, rules={"*.lora_*": "current"})
     assert {row[0] for row in rows_of(report.gemms)} == {"0.base", "0.lora_A.default", "0.lora_B.default"}
+
+
+def test_a_long_reason_of_several_rows_is_below_the_table_once():
+    report, reason = inspect(deep()), f"ran eagerly: {'a long ' * 12}story"
+    first = dataclasses.replace(report.gemms[0], quantized=False, reason=reason)
+    for names in ("ab", "abc"):
+        found = dataclasses.replace(report, gemms=[dataclasses.replace(first, module=name) for name in names])
+        assert (f"(1) {reason}" in str(found)) is (names == "abc")
 
 
 def test_callbacks_print_below_a_progress_bar(capsys):

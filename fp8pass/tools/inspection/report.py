@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why not FP8")
-#: In a narrower terminal, reasons are numbered and below the table.
-NARROW = 130
+#: In a narrower terminal, reasons are numbered and below the table; elsewhere those that are longer and in several rows.
+NARROW, REPEATED = 130, 80
 #: The library whose GEMM runs where no other one is trusted, which is slower.
 TRITON = "Triton"
 _MX_LIBRARIES = {"cublaslt": mxfp8}
@@ -250,12 +250,13 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        rows = rows_of(self.gemms)
-        if terminal_width() >= NARROW:
-            return as_text([make_table(COLUMNS, rows), *self.remarks()])
-        numbers = {reason: f"({i})" for i, reason in enumerate(dict.fromkeys(row[-1] for row in rows if row[-1]), 1)}
+        rows, is_wide = rows_of(self.gemms), terminal_width() >= NARROW
+        counts = Counter(row[-1] for row in rows if row[-1])
+        below = [reason for reason, count in counts.items() if not is_wide or (count > 2 and len(reason) > REPEATED)]
+        numbers = {reason: f"({i})" for i, reason in enumerate(below, 1)}
+        rows = [[*row[:-1], numbers.get(row[-1], row[-1])] for row in rows]
         notes = [f"{number} {reason}" for reason, number in numbers.items()]
-        return as_text([_narrow([[*row[:-1], numbers.get(row[-1], "")] for row in rows]), *notes, *self.remarks()])
+        return as_text([make_table(COLUMNS, rows) if is_wide else _narrow(rows), *notes, *self.remarks()])
 
     def __repr__(self) -> str:
         """The table, as a REPL prints it."""
