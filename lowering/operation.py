@@ -111,7 +111,10 @@ class Operation(Generic[P, R]):
             return self.overload(*args, **values)
         except RuntimeError as error:
             if type(error) is RuntimeError:  # torch's, of types for example: a check says it better
-                self._check_alone(args, values)
+                try:
+                    self._check(*self.picked(args, values))
+                except Exception as refused:
+                    raise refused from None
             raise
 
     def __repr__(self) -> str:
@@ -196,12 +199,6 @@ class Operation(Generic[P, R]):
             args, kwargs = self.picked(args, kwargs)
         self._check(args, kwargs)
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
-
-    def _check_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            self._check(*self.picked(args, kwargs))
-        except Exception as refused:
-            raise refused from None
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for check, places in self._checks:

@@ -60,7 +60,8 @@ def module_path(node: fx.Node) -> Path | None:
     """The innermost module whose forward (or, for a gradient, whose forward's backward) made this node."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, *_ in reversed(list(stack.values())):
-        parsed = parse_path(path) or _plain_path(path)
+        # torch.export and make_fx name a module without a variable: "layers.0.wq".
+        parsed = parse_path(path) or (Path("self", path) if _PLAIN.fullmatch(path) else None)
         if parsed is not None:
             return parsed
     module = annotated_module(node)
@@ -72,11 +73,6 @@ def maker_path(node: fx.Node) -> Path | None:
     while (path := module_path(node)) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return path
-
-
-def _plain_path(path: str) -> Path | None:
-    """The path as torch.export and make_fx name a module, without a variable: "layers.0.wq"."""
-    return Path("self", path) if _PLAIN.fullmatch(path) else None
 
 
 def annotated_module(node: fx.Node) -> str | None:

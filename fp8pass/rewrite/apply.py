@@ -115,9 +115,6 @@ class _Rewriter:
                 self.watcher.end(self.start.at(output, backward))
         for node in (*self.reshapes, *(n for chain in self.plan.recomputed.values() for n in chain)):
             always_recompute(node)
-        self._remove_dead_nodes()
-
-    def _remove_dead_nodes(self) -> None:
         self.graph.eliminate_dead_code()
         moved = [g.gather for g in self.plan.gathers if g.reason is None]
         for gather in moved:  # collectives count as side effects, so that dead code elimination leaves them
@@ -245,7 +242,11 @@ class _Rewriter:
                 a = dataclasses.replace(a, data=cursor.call(aten.slice.Tensor, a.data, 0, 0, sizes[0]))
             bias = None if epilogue.bias is None else self._bias(cursor, epilogue.bias, sizes[1], epilogue.cuts_columns)
             out = scheme.matmul(cursor, a, b, epilogue.out_dtype, epilogue.fast_accum, bias)
-        self._take_place(out, site)
+        self.applied.gemms[site.node] = out
+        if "recompute" in site.node.meta:
+            inherit_recomputation(out, site.node)
+        elif not site.is_backward:
+            never_recompute(out)
         out = self._cut(cursor, out, node, epilogue, sizes)
         addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
         if addend is not None:
@@ -276,13 +277,6 @@ class _Rewriter:
         bias = self.applied.now(vector)
         extra = pad_to_alignment(columns) - columns if is_padded else 0
         return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0) if extra else bias
-
-    def _take_place(self, gemm: fx.Node, site: GemmSite) -> None:
-        self.applied.gemms[site.node] = gemm
-        if "recompute" in site.node.meta:
-            inherit_recomputation(gemm, site.node)
-        elif not site.is_backward:
-            never_recompute(gemm)
 
     def _dequantize(self, site: GemmSite, position: int, copy: Copy) -> None:
         """Let a GEMM in high precision read the values of an FP8 copy. They are made in backward, so that the copy is saved."""

@@ -48,7 +48,8 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 continue
             tensor = copy.tensor
             copies = needed[tensor]
-            splits = is_split(plan, tensor) or is_gathered_twice(tensor, gathers.get(tensor))
+            is_recomputed_input = tensor.name.kind != "weight" and tensor.value.root in plan.recomputed
+            splits = tensor in plan.recomputed_weights or is_recomputed_input or is_gathered_twice(tensor, gathers.get(tensor))
             moves = tensor.value.groups is not None and scheme_of(tensor.quantization).has_one_scale
             if splits or moves:  # the copies of this side of the partition
                 here = not decision.site.is_backward
@@ -126,11 +127,6 @@ def plan_launches(plan: Plan) -> Plan:
             groups.setdefault(key if key is not None else cast, []).append(cast)
     parts = (tuple(casts[i : i + MOST_CASTS]) for casts in groups.values() for i in range(0, len(casts), MOST_CASTS))
     return dataclasses.replace(plan, launches=tuple(parts))
-
-
-def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:
-    """Tell whether the copies that only backward reads are made there."""
-    return tensor in plan.recomputed_weights or (tensor.name.kind != "weight" and tensor.value.root in plan.recomputed)
 
 
 def is_gathered_twice(tensor: QuantizedTensor, source: FromGather | None) -> bool:

@@ -78,7 +78,11 @@ class _UseFinder:
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
             if choice is not None:
                 return Reason(ReasonKind.ROUTING, f"the result selects rows ({choice}); {override}")
-        if self._is_output_embedding(site):
+        # Activations times every row of an embedding, which may also be read as one: as learned queries.
+        a, b = site.operands
+        left = a.value.root in self.embeddings and not a.transposed and b.kind == "input"
+        right = b.value.root in self.embeddings and b.transposed and a.kind == "input"
+        if left or right:
             return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {override}")
         if self._feeds_cross_entropy(site.node):
             return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {override}")
@@ -92,14 +96,6 @@ class _UseFinder:
             if isinstance(size, int) and size < THIN:
                 return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
         return None
-
-    def _is_output_embedding(self, site: GemmSite) -> bool:
-        """Tell whether activations are multiplied with every row of an embedding. An embedding may also be read as an
-        activation: as learned queries, or to mix its rows."""
-        a, b = site.operands
-        left = a.value.root in self.embeddings and not a.transposed and b.kind == "input"
-        right = b.value.root in self.embeddings and b.transposed and a.kind == "input"
-        return left or right
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
         """Tell whether a log-softmax over the GEMM's columns follows, decomposed or not."""
@@ -220,7 +216,8 @@ class Logits:
     def _returns_one_of(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
         if not any(o.kind == "weight" for o in site.operands):
             return False
-        columns = columns_of(site)
+        a, b = site.operands
+        columns = site.m if a.kind == "weight" and b.kind != "weight" else site.n
         if not any(same_size(columns, size) for size in sizes) or not self._read.isdisjoint(site.node.users):
             return False
         widths = self._surroundings.read_widths
@@ -248,12 +245,6 @@ class Logits:
         value = value_of(node)
         others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
         return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
-
-
-def columns_of(site: GemmSite) -> Any:
-    """The number of features that a forward GEMM computes for each row of its input, whichever side its weight is on."""
-    a, b = site.operands
-    return site.m if a.kind == "weight" and b.kind != "weight" else site.n
 
 
 def _is_small(size: Any) -> bool:
@@ -490,23 +481,15 @@ def _takes(user: fx.Node, node: fx.Node, kind: _Kind, made: dict[fx.Node, None])
         return True
     name = name_of(user)
     if name not in _INDEXED:
-        return kind == "index" and _is_foreign(user)
+        # An operation that is neither ATen's nor a view takes an index to use it.
+        is_foreign = isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
+        return kind == "index" and is_foreign
     source, position = _INDEXED[name]
     tensor, index = argument(user, source), argument(user, position)
     is_index = node in index if isinstance(index, Sequence) else node is index
     if not is_index or tensor in made or value_of(tensor).dim() < 2:
         return False
-    return name not in _ELEMENTWISE or not _is_along_last(user, tensor)
-
-
-def _is_foreign(user: fx.Node) -> bool:
-    """Tell whether an operation is neither ATen's nor a view: a custom one takes an index to use it."""
-    return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
-
-
-def _is_along_last(node: fx.Node, tensor: fx.Node) -> bool:
-    """Tell whether a gather or scatter moves elements within rows."""
-    return argument(node, 1) in (-1, value_of(tensor).dim() - 1)
+    return name not in _ELEMENTWISE or argument(user, 1) not in (-1, value_of(tensor).dim() - 1)
 
 
 def _switches_rows(user: fx.Node, node: fx.Node, own: set[fx.Node]) -> bool:

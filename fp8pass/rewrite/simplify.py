@@ -70,7 +70,11 @@ def fold_elements(graph: fx.Graph) -> None:
     """In place; removes the elements that nothing else reads."""
     elements: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        for name, position in _indexed(node).items():
+        operation = NAMESPACE.find(node.target)
+        # Arguments that may be given as a vector and a position.
+        for name, position in {} if operation is None else operation.indexed.items():
+            if position >= len(node.args):
+                continue
             read: Any = node.args[position]
             is_list = isinstance(read, (list, tuple))
             scalars = list(read) if is_list else [read]
@@ -85,13 +89,6 @@ def fold_elements(graph: fx.Graph) -> None:
     for element in elements:
         if not element.users:
             graph.erase_node(element)
-
-
-def _indexed(node: fx.Node) -> dict[str, int]:
-    """The arguments of a node that may be given as a vector and a position, with their places in its args."""
-    operation = NAMESPACE.find(node.target)
-    indexed = {} if operation is None else operation.indexed
-    return {name: position for name, position in indexed.items() if position < len(node.args)}
 
 
 def _is_element(node: fx.Node) -> bool:

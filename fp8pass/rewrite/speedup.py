@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import cost
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import is_gathered
-from fp8pass.graph.gemms import Form, GemmSite, is_attention, is_matmul
+from fp8pass.graph.gemms import Form, is_attention, is_matmul
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.plan import Decision, HighPrecision, KeptWeight, Plan, Rewritten, read_dtype
 from fp8pass.schemes import scheme_of
@@ -66,7 +66,14 @@ def _of(
     if not isinstance(value, torch.Tensor) or not site.operands:
         return None
     device = device or cost.device_for(value.device)
-    gemm = _shape_of(site, value.element_size())
+    # Of a grouped GEMM the rows of all products together, and the mean K.
+    out_bytes = value.element_size()
+    m, k = site.m, site.k
+    if site.form in (Form.BATCHED, Form.SUMS):
+        m = site.groups * m
+    if site.form is Form.SUMS and isinstance(k, int):
+        k = -(-k // site.groups)
+    gemm = cost.GemmShape(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
     if isinstance(decision, HighPrecision):
         in_groups = GemmPath.GROUPS if site.form in (Form.ROWS, Form.SUMS) else None
         seconds = cost.gemm_seconds(gemm, device, "bf16", path=in_groups)
@@ -89,16 +96,6 @@ def _path(decision: Rewritten, device: cost.Device | None) -> GemmPath | None:
     gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, value.dtype, is_grouped=is_grouped)
     platform = (device or cost.device_for(value.device)).platform
     return path_of(gemm, platform, fast_accum=decision.recipe.fast_accum(decision.site.role))
-
-
-def _shape_of(site: GemmSite, out_bytes: int) -> cost.GemmShape:
-    """The shape of a GEMM as the cost model has it: of a grouped one the rows of all products together, and the mean K."""
-    m, k = site.m, site.k
-    if site.form in (Form.BATCHED, Form.SUMS):
-        m = site.groups * m
-    if site.form is Form.SUMS and isinstance(k, int):
-        k = -(-k // site.groups)
-    return cost.GemmShape(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
 
 
 def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.CastShape]]:

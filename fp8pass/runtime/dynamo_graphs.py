@@ -156,11 +156,17 @@ def find_extra_inputs(
 
 def surroundings_of(gm: fx.GraphModule, root: nn.Module | None) -> Surroundings:
     """The surroundings of a graph that Dynamo is handing over. root: the compiled model, None for a function."""
-    frame = _frame()
+    from torch._dynamo.symbolic_convert import tls
+
+    inner = getattr(tls, "current_tx", None)
+    frame = None if inner is None else inner.output.root_tx
     here = {id(real) for real in real_inputs(gm.graph)}
     tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
     elsewhere = tuple(dict.fromkeys(int(table.shape[0]) for table in tables if id(table) not in here))
-    return Surroundings(elsewhere, _returned(gm, root, frame), _read_widths(root, frame))
+    held = () if frame is None else frame.f_locals.values()
+    roots = [root] if root is not None else [x for x in held if isinstance(x, nn.Module)]
+    modules = {id(m): m for r in roots for m in r.modules()}.values()
+    return Surroundings(elsewhere, _returned(gm, root, frame), frozenset(_read_by(modules)) if modules else None)
 
 
 def _returned(gm: fx.GraphModule, root: nn.Module | None, frame: Any) -> frozenset[int]:
@@ -173,14 +179,6 @@ def _returned(gm: fx.GraphModule, root: nn.Module | None, frame: Any) -> frozens
         return frozenset()
     whole = {id(traced_value(x)) for x in _results(frame.output.graph)}  # of DDP's bucket, too: its nodes keep what was traced
     return frozenset(i for i, x in enumerate(results) if id(traced_value(x)) in whole)
-
-
-def _read_widths(root: nn.Module | None, frame: Any) -> frozenset[int] | None:
-    """The numbers of features that modules of the model read; of a function's, of those that its frame holds."""
-    held = () if frame is None else frame.f_locals.values()
-    roots = [root] if root is not None else [x for x in held if isinstance(x, nn.Module)]
-    modules = {id(m): m for r in roots for m in r.modules()}.values()
-    return frozenset(_read_by(modules)) if modules else None
 
 
 def _read_by(modules: Iterable[nn.Module]) -> list[int]:
@@ -212,14 +210,6 @@ def _results(graph: fx.Graph) -> list[Any]:
 def traced_value(result: Any) -> Any:
     """The value that Dynamo traced a result of a graph with."""
     return result.meta.get("example_value") if isinstance(result, fx.Node) else result
-
-
-def _frame() -> Any:
-    """Dynamo's translator of the frame that it is compiling; None where it compiles none."""
-    from torch._dynamo.symbolic_convert import tls
-
-    inner = getattr(tls, "current_tx", None)
-    return None if inner is None else inner.output.root_tx
 
 
 def _ends_model(frame: Any, root: nn.Module | None) -> bool:

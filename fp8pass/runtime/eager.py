@@ -552,7 +552,9 @@ def why_eager() -> tuple[str, bool, str]:
             return meant, True, _line(innermost)
         if not code.co_filename.startswith((_TORCH, _OWN)):
             innermost = innermost or frame
-            if _is_marked(frame):
+            name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+            held = frame.f_globals.get(name) if owner is None else getattr(type(owner), name, None)
+            if getattr(held, "__code__", None) is frame.f_code and bool(getattr(held, "_torchdynamo_disable", False)):
                 return f"torch.compiler.disable(recursive=False) on {named(code)}", True, _line(innermost)
             if (left := left_eager(code)) is not None:
                 return left, False, _line(innermost)
@@ -588,13 +590,6 @@ def _disabled(frame: FrameType) -> str | None:
     reason = getattr(context, "msg", None)
     what = named(code) if not is_of_torch(code) else f"a {type(function.__self__).__name__}"  # type: ignore[union-attr]
     return f"torch.compiler.disable on {what}" + (f": {reason}" if reason else "")
-
-
-def _is_marked(frame: FrameType) -> bool:
-    """True if the function of a frame has the mark of `torch.compiler.disable(recursive=False)`."""
-    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-    held = frame.f_globals.get(name) if owner is None else getattr(type(owner), name, None)
-    return getattr(held, "__code__", None) is frame.f_code and bool(getattr(held, "_torchdynamo_disable", False))
 
 
 # -- code

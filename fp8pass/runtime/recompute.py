@@ -58,13 +58,11 @@ class FirstRun:
 
 def input_key(args: Sequence[Any]) -> Key:
     """Identity of the memory that a call reads, besides Parameters."""
-    return tuple((_address(a), a.shape) for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a))
-
-
-def _storages(args: Sequence[Any]) -> Storages:
-    """The memory whose identity `input_key` is."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a)]
-    return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
+    return tuple(
+        (id(a) if _is_wrapper(a) else a.data_ptr(), a.shape)
+        for a in args
+        if isinstance(a, torch.Tensor) and not _is_parameter(a)
+    )
 
 
 def _alive(found: tuple[FirstRun, Storages] | None) -> FirstRun | None:
@@ -74,11 +72,6 @@ def _alive(found: tuple[FirstRun, Storages] | None) -> FirstRun | None:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """The address of the data; wrapper subclasses such as DTensor have none of their own and go by identity."""
-    return id(tensor) if _is_wrapper(tensor) else tensor.data_ptr()
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -120,7 +113,8 @@ class FirstRuns:
         """Remember a first run."""
         found = self._by_memory.setdefault(input_key(args), {})
         found.pop(instance, None)  # the newest is the last
-        found[instance] = run, _storages(args)
+        tensors = [a for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a)]
+        found[instance] = run, tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
         runs = self._by_instance.setdefault(instance, [])
         runs.append(run)
         if len(self._by_memory) > _LIMIT:

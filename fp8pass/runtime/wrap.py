@@ -30,7 +30,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError, tell
 from fp8pass.runtime.backend import Backend
-from fp8pass.runtime.eager import CALL, Call
+from fp8pass.runtime.eager import CALL
 from fp8pass.runtime.session import Session, session_in_this_thread
 from fp8pass.runtime.warn import after_call
 
@@ -253,16 +253,11 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
             if end is not None:
                 end()
             elif quiet is not None and not session.end_quietly(quiet):
-                _look_at(session, quiet, num_graph_calls, handled)
+                new = session.eager.end(quiet)
+                if sys.exc_info()[1] is handled:
+                    after_call(session, num_graph_calls, new)
 
     return forward
-
-
-def _look_at(session: Session, call: Call, num_graph_calls: int, handled: BaseException | None) -> None:
-    """End a call that was quiet when it began. handled: the error that was under way then."""
-    new = session.eager.end(call)
-    if sys.exc_info()[1] is handled:
-        after_call(session, num_graph_calls, new)
 
 
 def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:

@@ -175,17 +175,14 @@ class Stores(InputProvider):
             store.add(names, [limit for _, limit in tensors], [counts[name] for name in names])
             for other in elsewhere:
                 store.take_from(other, moved)
-                if self._has_left(other.device):
+                # No Parameter is there any more; a copy of a module on another device is no move.
+                if self._model() is not None and all(p.device != other.device for p in self._parameters()):
                     other.give_up(n for n in names if n in other)
             store.restored.difference_update(names)
 
     def _expected_device(self) -> torch.device:
         """The device of the model, before any graph has told."""
         return next((p.device for p in self._parameters()), torch.device("cpu"))
-
-    def _has_left(self, device: torch.device) -> bool:
-        """No Parameter of the model is on a device any more; a copy of a module on another device is no move."""
-        return self._model() is not None and all(p.device != device for p in self._parameters())
 
     def _parameters(self) -> list[nn.Parameter]:
         model = self._model()

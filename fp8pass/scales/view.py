@@ -168,7 +168,13 @@ class Fp8State:
         """
         entries = {key: value for key, value in state_dict.items() if key not in OF_NO_TENSOR}
         self._check_not_empty(state_dict, len(entries))
-        num_steps = self._num_steps(state_dict)
+        found = state_dict.get(NUM_STEPS)
+        if found is None and self._is_scheduled:
+            raise CheckpointMismatchError(
+                f"the saved state has no {NUM_STEPS!r}, the position in the schedule; load what state(...)"
+                f".state_dict() returned, or compile without a schedule and call use_rules"
+            )
+        num_steps = 0 if found is None else int(found)
         split = self._split(entries)
         recorded = bool(state_dict.get(RECORDED, True))
         before = [session.go_to(num_steps) for session in self._sessions]
@@ -180,15 +186,6 @@ class Fp8State:
             raise
         for load in loads:
             load()
-
-    def _num_steps(self, state_dict: Mapping[str, torch.Tensor]) -> int:
-        found = state_dict.get(NUM_STEPS)
-        if found is None and self._is_scheduled:
-            raise CheckpointMismatchError(
-                f"the saved state has no {NUM_STEPS!r}, the position in the schedule; load what state(...)"
-                f".state_dict() returned, or compile without a schedule and call use_rules"
-            )
-        return 0 if found is None else int(found)
 
     def _check_part(self, part: Part, held: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
         # Of several parts, each has a step to end only if it recorded an amax; ranks that reduce end their steps together.

@@ -200,7 +200,12 @@ def _check(given: object) -> torch.device:
     if untyped is not None:
         raise OptionError(f"{untyped.name} has no fake value in meta['val']; trace with make_fx(..., tracing_mode='fake')")
     values = [n.meta["val"] for n in _placeholders(given) if holds_tensor(n)]
-    _check_fake(values)
+    try:
+        is_fake = all(isinstance(v, FakeTensor) for v in values) and (not values or detect_fake_mode(values) is not None)
+    except AssertionError:  # fake tensors of several modes
+        is_fake = False
+    if not is_fake:
+        raise OptionError("the graph's inputs were not traced as fake tensors of one mode; pass make_fx tracing_mode='fake'")
     found = traces.changed_operand(graph)
     if found is not None:
         matmul, changing = found
@@ -214,15 +219,6 @@ def _check(given: object) -> torch.device:
 def _is_nested(given: fx.GraphModule) -> bool:
     """Say whether inputs and outputs are nested, as a joint graph's (primals, tangents) are."""
     return isinstance(given.graph._codegen, fx.graph._PyTreeCodeGen)
-
-
-def _check_fake(values: list[torch.Tensor]) -> None:
-    try:
-        is_fake = all(isinstance(v, FakeTensor) for v in values) and (not values or detect_fake_mode(values) is not None)
-    except AssertionError:  # fake tensors of several modes
-        is_fake = False
-    if not is_fake:
-        raise OptionError("the graph's inputs were not traced as fake tensors of one mode; pass make_fx tracing_mode='fake'")
 
 
 def _names(graph: fx.GraphModule, inputs: Sequence[str | None] | None) -> list[str | None]:

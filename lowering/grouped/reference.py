@@ -58,11 +58,6 @@ def padded_width(num_rows: int, num_groups: int, align: int) -> int:
     return round_up(num_rows + num_groups * (align - 1), align)
 
 
-def padded_inner(inner: int, granularity: str) -> int:
-    """The stored inner size of a copy: a multiple of what GEMMs of this granularity contract at once."""
-    return round_up(inner, MX_BLOCK if granularity == Granularity.BLOCK_1X32 else GEMM_ALIGNMENT)
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupedGemm:
     """The arguments of `reference.scaled_grouped_mm`, by their names."""
@@ -163,7 +158,7 @@ def scaled_grouped_mm(
             product = Product(a[start:end], b[g], scale_a, scales[1], _of(bias, g), out_dtype=out_dtype)
             out[start:end] = _product(product, kinds)
         else:
-            stop = padded_start + padded_inner(end - start, kinds[0])
+            stop = padded_start + round_up(end - start, MX_BLOCK if kinds[0] == Granularity.BLOCK_1X32 else GEMM_ALIGNMENT)
             of_a, of_b = (
                 _columns_of_scale(scale, kind, g, padded_start, stop)
                 for scale, kind in zip((scale_inv_a, scale_inv_b), kinds, strict=True)

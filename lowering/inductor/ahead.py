@@ -6,7 +6,7 @@ GEMMs are left out: which one runs is found out at the first call, by trials.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +58,10 @@ def of_node(node: fx.Node) -> None:
     described = [_described(x.shape, x.stride(), x.dtype, x.storage_offset()) for x in tensors]
     if all(described):
         known = dict(zip(node.all_input_nodes, described, strict=True))
-        given = fx.map_arg((node.args, _of_any_position(node.kwargs)), known.__getitem__)
+        # One variant of a kernel serves all positions in a vector: it does not depend on the addresses of scales.
+        positions = {name: value for name, value in node.kwargs.items() if name.endswith("_index") and value is not None}
+        zeros = {name: [0] * len(v) if isinstance(v, (list, tuple)) else 0 for name, v in positions.items()}
+        given = fx.map_arg((node.args, {**node.kwargs, **zeros}), known.__getitem__)
         ahead.compile_ahead(launch, node.target.name(), tensors[0].device, *given)
 
 
@@ -77,12 +80,6 @@ def _launch_of(overload: Any, device: torch.device) -> Callable[..., Any] | None
 def _launch_picked(operation: Any, launch: Callable[..., Any], *args: Any, **options: Any) -> None:
     given, rest = operation.picked(args, options)
     launch(*given, **rest)
-
-
-def _of_any_position(options: Mapping[str, Any]) -> dict[str, Any]:
-    """One variant of a kernel serves all positions in a vector: it does not depend on the addresses of scales."""
-    positions = {name: value for name, value in options.items() if name.endswith("_index") and value is not None}
-    return {**options, **{name: [0] * len(v) if isinstance(v, (list, tuple)) else 0 for name, v in positions.items()}}
 
 
 def _described(size: Any, stride: Any, dtype: torch.dtype, offset: Any) -> Described | None:

@@ -120,18 +120,13 @@ def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
     return ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
 
 
-def line_at(index: Sequence[Any], steps: Sequence[int]) -> Any:
-    """The line of an index of loops over [blocks, lines]."""
-    return sum(part * step for part, step in zip(index[1:], steps, strict=True))
-
-
 def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[..., tuple[Any, Any]]]:
     """Loops over [blocks, lines] of a copy, and a function of their indices and of that in a block: the row and the column."""
     outer, inner = (matrix.cols, matrix.rows) if columnwise else (matrix.rows, matrix.cols)
     lines, steps = _steps(outer, columnwise)
 
     def place(index: Sequence[Any], reduced: Sequence[Any]) -> tuple[Any, Any]:
-        line = line_at(index, steps)
+        line = sum(part * step for part, step in zip(index[1:], steps, strict=True))
         along = index[0] * BLOCK + reduced[0]
         return (along, line) if columnwise else (line, along)
 

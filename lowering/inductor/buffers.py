@@ -97,17 +97,13 @@ def is_in_memory(x: ir.TensorBox) -> bool:
     return isinstance(_storage(x), ir.Buffer)
 
 
-def _loops(value: Any) -> ir.Loops | None:
-    storage = _storage(value)
-    data = storage.data if isinstance(storage, ir.ComputedBuffer) else storage
-    return data if isinstance(data, ir.Loops) else None
-
-
 def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
     """True if a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that kernel."""
     numel = rows * cols
     seen: set[str] = set()
-    pending = [_loops(x)]
+    storage = _storage(x)
+    data = storage.data if isinstance(storage, ir.ComputedBuffer) else storage
+    pending = [data if isinstance(data, ir.Loops) else None]
     while pending:
         loops = pending.pop()
         if loops is None:

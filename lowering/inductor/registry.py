@@ -118,11 +118,7 @@ def register_choices() -> None:
     theirs = InductorChoices.should_use_persistent_reduction
 
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        return _reduces_blocks(features) or bool(theirs(features, cooperative_reduction))
+        is_ours = any(isinstance(node.node, OrderedBuffer) for node in features.reduction_nodes())
+        return (is_ours and bool(features.reduction_numel == BLOCK)) or bool(theirs(features, cooperative_reduction))
 
     InductorChoices.should_use_persistent_reduction = staticmethod(should_use_persistent_reduction)  # type: ignore[method-assign]
-
-
-def _reduces_blocks(features: Any) -> bool:
-    is_ours = any(isinstance(node.node, OrderedBuffer) for node in features.reduction_nodes())
-    return is_ours and bool(features.reduction_numel == BLOCK)

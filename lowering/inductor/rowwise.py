@@ -138,17 +138,11 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
     return buffers.as_float32(box.data)
 
 
-def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
-    """True if generated code can make the copies: without padding in the rowwise copy and rows in the
-    columnwise one, and nothing is empty."""
-    rows, cols = x.get_size()
-    pads = not buffers.is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not buffers.is_multiple_of(rows, GEMM_ALIGNMENT))
-    return not (buffers.is_empty(x) or pads)
-
-
 def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     """The copies of one matrix, each with its scales."""
-    needs_passes = not _can_generate(x, cast.rowwise and cast.pad_rows)
+    rows, cols = x.get_size()
+    pads_rows = cast.rowwise and cast.pad_rows and not buffers.is_multiple_of(rows, GEMM_ALIGNMENT)
+    needs_passes = buffers.is_empty(x) or pads_rows or not buffers.is_multiple_of(cols, GEMM_ALIGNMENT)
     if needs_passes or (cast.columnwise and not (buffers.is_computed(x) if cast.rowwise else not buffers.is_in_memory(x))):
         return _in_two_passes([x], dtype, cast)
     row = _rowwise_copy(x, dtype, cast) if cast.rowwise else []

@@ -242,12 +242,18 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     if not is_one:
         return list(buffers.call_operation(lowering_ops.cast.default)(xs, scales, dtype, **options))
     if not _is_whole(x) or (copies.rowwise and copies.pad_rows and not buffers.is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
-        return _hand_written(x, scale, dtype, copies)
+        # The operation as it is, without the launch that reduces partial amaxes: what records them takes the parts.
+        in_parts = copies.with_amax and not has_free_symbols(x.get_size())
+        call = buffers.call_operation(lowering_ops.cast.default, is_traced=not in_parts)
+        made = list(call([x], [scale], dtype, **copies.sides, with_amax=copies.with_amax, in_parts=in_parts))
+        return [*made[:-1], total_amax(made[-1])] if in_parts else made
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
     reduces_rows = copies.with_amax and buffers.needs_row_reduction(x, matrix.rows, matrix.cols)
-    if _is_beside_saved(x, copies) and not reduces_rows:
+    # The copy and its amax are made of what is also saved, in loops over blocks of 128, which they can join.
+    is_whole = copies.with_amax and not copies.columnwise and buffers.is_multiple_of(x.get_size()[1], BLOCK)
+    if is_whole and buffers.graph_calls(lowering_ops.save_activation.default) and not reduces_rows:
         parts: ir.TensorBox | None = _block_amaxes(matrix)
         data = _row_copies(matrix, quantized, dtype, copies)
     elif copies.columnwise and not reduces_rows and is_tiled(x):
@@ -261,13 +267,6 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     return data if parts is None else [*data, total_amax(parts)]
 
 
-def _is_beside_saved(x: ir.TensorBox, copies: CastOptions) -> bool:
-    """True if a rowwise copy and its amax are made of what is also saved for the backward, in loops over blocks of 128, which
-    they can join."""
-    is_whole = copies.with_amax and not copies.columnwise and buffers.is_multiple_of(x.get_size()[1], BLOCK)
-    return is_whole and buffers.graph_calls(lowering_ops.save_activation.default)
-
-
 def _block_amaxes(matrix: Matrix) -> ir.TensorBox:
     """Partial amaxes [rows, blocks]."""
     blocks = V.graph.sizevars.simplify(matrix.cols // BLOCK)
@@ -277,14 +276,6 @@ def _block_amaxes(matrix: Matrix) -> ir.TensorBox:
 
     loops = buffers.max_reduction(matrix.device, torch.int32, inner, [matrix.rows, blocks], [BLOCK], ReductionHint.OUTER)
     return buffers.as_float32(buffers.realize_ordered(loops, [blocks, 1]))
-
-
-def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: CastOptions) -> list[Any]:
-    """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
-    in_parts = copies.with_amax and not has_free_symbols(x.get_size())
-    call = buffers.call_operation(lowering_ops.cast.default, is_traced=not in_parts)
-    made = list(call([x], [scale], dtype, **copies.sides, with_amax=copies.with_amax, in_parts=in_parts))
-    return [*made[:-1], total_amax(made[-1])] if in_parts else made
 
 
 def _scale_of(amax: ir.TensorBox, dtype: torch.dtype, margin: int, epsilon: float, power_of_2: bool) -> Callable[[Any], Any]:

@@ -258,17 +258,12 @@ def _num_warps(aligned: bool) -> int:
     return NUM_WARPS if aligned else NUM_WARPS_UNALIGNED
 
 
-def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
-    """Lines of a matrix, or of each of a batch."""
-    *_, rows, cols = x.shape
-    return rows * rowwise + cols * columnwise
-
-
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
     """The starts of the lines of each matrix in the vector of amaxes; the last entry is its length."""
     starts = [0]
     for x in xs:
-        starts.append(starts[-1] + _num_lines(x, rowwise, columnwise))
+        *_, rows, cols = x.shape
+        starts.append(starts[-1] + rows * rowwise + cols * columnwise)
     return starts
 
 

@@ -67,10 +67,5 @@ def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False, adds_to_lines
 
 def stages(height: int, width: int, limits: Limits) -> int:
     """The number of stages of a tile that fit, at most MOST_STAGES."""
-    in_shared_memory = (limits.shared_memory - BESIDE_STAGES) // stage_bytes(height, width)
+    in_shared_memory = (limits.shared_memory - BESIDE_STAGES) // ((height + width) * BLOCK)
     return min(MOST_STAGES, in_shared_memory + limits.has_operands_in_registers)
-
-
-def stage_bytes(height: int, width: int) -> int:
-    """Shared memory of one stage: a block along K of both operands."""
-    return (height + width) * BLOCK

@@ -209,7 +209,13 @@ def _split(
                 others = tuple(tensors[n] for n in weight.fused if tensors[n] is not tensors[name])
                 stored[name] = Stored(name, tensors[name], weight, scheme, tuple(there), others)
     if not fmt.has_several_schemes:
-        _keep_one_scheme(stored, kept, fmt)
+        # The scheme of most elements is kept.
+        sizes: dict[StoredScheme, int] = {}
+        for s in stored.values():
+            sizes[s.scheme] = sizes.get(s.scheme, 0) + s.parameter.numel()
+        for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
+            kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, and this weight another"
+            del stored[s.name]
     _keep_whole_experts(stored, kept)
     return stored, kept
 
@@ -270,16 +276,6 @@ def _obstacle(
         if (reason := fmt.obstacle(scheme, count, columns, piece.matrix is not None)) is not None:
             return reason
     return None
-
-
-def _keep_one_scheme(stored: dict[str, Stored], kept: dict[str, str], fmt: CheckpointFormat) -> None:
-    """Keep the scheme of most elements, in a format that has one for all weights."""
-    sizes: dict[StoredScheme, int] = {}
-    for s in stored.values():
-        sizes[s.scheme] = sizes.get(s.scheme, 0) + s.parameter.numel()
-    for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
-        kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, and this weight another"
-        del stored[s.name]
 
 
 def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None:

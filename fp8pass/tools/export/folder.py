@@ -150,25 +150,16 @@ def write_folder(
     with torch.no_grad():
         if is_first_rank():
             try:
-                _make_folder(path)
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:
+                    raise ExportError(f"{path} is a file; pass a folder") from None
                 names, remarks = _write_on_one(contents, unwrapped(model), path, max_shard_bytes, gather)
             except Exception as raised:
                 error = raised
         for tensor in left:  # also on a rank that failed: the others wait for it in gathering
             whole(tensor)
-    _raise_on_all_ranks(error)
-    return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
-
-
-def _make_folder(path: pathlib.Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ExportError(f"{path} is a file; pass a folder") from None
-
-
-def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise the error of rank 0, and what it says on the others. They wait here until rank 0 has written."""
+    # The other ranks wait here until rank 0 has written.
     told = [None if error is None else f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
@@ -176,6 +167,7 @@ def _raise_on_all_ranks(error: Exception | None) -> None:
         raise error
     if told[0] is not None:
         raise ExportError(f"rank 0 could not write the export: {told[0]}")
+    return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
 
 
 def _write_on_one(
@@ -333,7 +325,7 @@ def write_files(
                 metadata = {**tied, "format": "pt"} if name == names[0] else {"format": "pt"}
                 _write(file, layers, metadata, gather, advance)
         for name, content in texts.items():
-            write_json(partial[name], content)
+            partial[name].write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for old in [p for p in folder.iterdir() if _OURS.fullmatch(p.name)]:
             old.unlink()
         for name, path in partial.items():
@@ -372,11 +364,6 @@ def _index(entries: Sequence[tuple[Entry, str]]) -> dict[str, Any]:
         "metadata": {"total_size": sum(entry.num_bytes for entry, _ in entries)},
         "weight_map": {entry.name: name for entry, name in entries},
     }
-
-
-def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file as transformers does."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write(

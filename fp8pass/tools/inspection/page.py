@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp8pass.graph.origin import KINDS, NUMBER, TensorName, family
 from fp8pass.rewrite.report import GemmRecord
-from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State
-from fp8pass.tools.inspection.picture import Picture, pictures
+from fp8pass.tools.inspection.picture import pictures
 from fp8pass.tools.inspection.report import COLUMNS, rows_of
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
 from fp8pass.tools.tables import counted, folded_path
@@ -72,14 +71,20 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
     )
     template = environment.from_string(pathlib.Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
     amaxes, scales = _state_of(state)
-    numbers = _worst_of_copies(measured)
+    # The copy of each tensor with the lowest SQNR.
+    numbers: dict[str, TensorNumbers] = {}
+    for tensor in () if measured is None else measured.tensors:
+        if tensor.name not in numbers or tensor.sqnr < numbers[tensor.name].sqnr:
+            numbers[tensor.name] = tensor
     heat_maps = _heat_maps(inspection.gemms, amaxes, scales, numbers)
+    values = [value for graph in inspection.graphs for value in graph.saved if value.bytes_before]
+    largest = max(inspection.graphs, key=lambda graph: (graph.trains, len(graph.gemms)), default=None)
     return template.render(
         facts=_facts(inspection),
         cache=_uses_of_cache(inspection),
         remarks=inspection.remarks(),
         saved=_saved(inspection),
-        saved_values=_largest_first(inspection),
+        saved_values=sorted(values, key=lambda v: -v.bytes_before if isinstance(v.bytes_before, int) else 0),
         gathers=[g for graph in inspection.graphs for g in graph.gathers],
         columns=COLUMNS,
         folded=rows_of(inspection.gemms),
@@ -87,7 +92,7 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
         roles=ROLES,
         heat_maps=heat_maps,
         heat_texts=[_texts(heat) for heat in heat_maps],
-        pictures=_pictures(inspection),
+        pictures=("", []) if largest is None else pictures(largest.compiled),
         plots=_plots(amaxes, scales, numbers),
         step=None if measured is None else measured.step,
         rules=inspection.rules,
@@ -152,21 +157,9 @@ def _saved(inspection: Inspection) -> list[tuple[str, str, float]]:
     return [(dtype, _bytes(size), size / total) for dtype, size in largest if size]
 
 
-def _largest_first(inspection: Inspection) -> list[SavedRecord]:
-    """The values that are saved with `saved_activations`, those of dynamic sizes last."""
-    values = [value for graph in inspection.graphs for value in graph.saved if value.bytes_before]
-    return sorted(values, key=lambda v: -v.bytes_before if isinstance(v.bytes_before, int) else 0)
-
-
 def _source(gemm: GemmRecord) -> str:
     """Folder, file and line: a whole path is in `inspect(compiled).gemms`."""
     return "/".join(pathlib.PurePath(gemm.source).parts[-2:])
-
-
-def _pictures(inspection: Inspection) -> tuple[str, list[Picture]]:
-    """The pictures of the graph with the most GEMMs."""
-    largest = max(inspection.graphs, key=lambda graph: (graph.trains, len(graph.gemms)), default=None)
-    return ("", []) if largest is None else pictures(largest.compiled)
 
 
 # -- heat maps
@@ -268,15 +261,6 @@ def _state_of(state: Fp8State | None) -> tuple[dict[str, list[float]], dict[str,
         amaxes[name] = [value for value in history.tolist() if value > 0]
         scales[name] = state.scale(name).flatten().tolist()
     return amaxes, scales
-
-
-def _worst_of_copies(measured: Measurement | None) -> dict[str, TensorNumbers]:
-    """The numbers of each tensor's copy with the lowest SQNR."""
-    found: dict[str, TensorNumbers] = {}
-    for tensor in () if measured is None else measured.tensors:
-        if tensor.name not in found or tensor.sqnr < found[tensor.name].sqnr:
-            found[tensor.name] = tensor
-    return found
 
 
 def _plots(

@@ -125,7 +125,10 @@ class _Drawing:
         self.edges: dict[tuple[Box, Box], bool] = {}
         self._box_of: dict[str, Box | None] = {}
         self._shared_inputs: dict[str, Box] = {}
-        self._roles = self._gemm_labels()
+        assert self.compiled.rewrite is not None
+        nodes = [n for n in self.snapshot.nodes if _is_gemm(n) and _is_backward(n) == self.is_backward]
+        records = [g for g in self.compiled.rewrite.gemms if (g.role != "output") == self.is_backward]
+        self._roles = {n.name: g.role for n, g in zip(nodes, records, strict=True)} if len(nodes) == len(records) else {}
 
     def boxes(self) -> list[Box]:
         """The boxes that an edge ends at, and GEMMs."""
@@ -138,13 +141,6 @@ class _Drawing:
         linked = dict.fromkeys(box for edge in self.edges for box in edge)  # in order: a page is the same in every process
         sources = [box for box in linked if box not in made]
         return sources + [box for box in made if box in linked or box.kind in ("gemm", "fp8")]
-
-    def _gemm_labels(self) -> dict[str, str]:
-        """GEMM node -> its role, if the records can be told apart by their order."""
-        assert self.compiled.rewrite is not None
-        nodes = [n for n in self.snapshot.nodes if _is_gemm(n) and _is_backward(n) == self.is_backward]
-        records = [g for g in self.compiled.rewrite.gemms if (g.role != "output") == self.is_backward]
-        return {n.name: g.role for n, g in zip(nodes, records, strict=True)} if len(nodes) == len(records) else {}
 
     def _is_in_layer(self, node: Any) -> bool:
         if _is_backward(node) != self.is_backward:
@@ -177,7 +173,8 @@ class _Drawing:
         self._box_of[node.name] = box
         for read, source in sources:
             if not (_is_scale(read) and (_is_lowering(node) or source.kind == "cast")):
-                self.edges[source, box] = _is_fp8(read) or self.edges.get((source, box), False)
+                is_fp8 = isinstance(value := read.meta.get("val"), torch.Tensor) and "float8" in str(value.dtype)
+                self.edges[source, box] = is_fp8 or self.edges.get((source, box), False)
         return box
 
     def _source(self, node: Any) -> Box | None:
@@ -245,11 +242,6 @@ def _is_cast(node: Any) -> bool:
 
 def _is_backward(node: Any) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-
-
-def _is_fp8(node: Any) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and "float8" in str(value.dtype)
 
 
 def _is_scale(node: Any) -> bool:

@@ -384,12 +384,14 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
     remarks = _unmatched(parts)
     quantized = [g for g in gemms if g.quantized]
     engines = (getattr(recipe, "match", None) for part in parts for recipe in part.session.rules.recipes)
+    eager_calls = {part.outer(ROOT): why for part in parts if (why := part.session.seen.eager_call) is not None}
     return Inspection(
         gemms,
         graphs,
         list(remarks),
         outside,
-        ran_eagerly=_ran_eagerly(parts),
+        ran_eagerly=eager_calls
+        | {part.outer(p): r.reason.detail for part in parts for p, r in part.session.eager.found.items()},
         rules=tuple(dict.fromkeys(rules)),
         libraries=_libraries(quantized),
         library_remarks=_library_remarks(quantized),
@@ -402,11 +404,6 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         eager_calls=tuple(part.outer(ROOT) for part in parts if part.session.seen.eager_call is not None),
         awaits_rules=any(part.session.awaits_rules for part in parts),
     )
-
-
-def _ran_eagerly(parts: Sequence[Part]) -> dict[str, str]:
-    calls = {part.outer(ROOT): why for part in parts if (why := part.session.seen.eager_call) is not None}
-    return calls | {part.outer(p): run.reason.detail for part in parts for p, run in part.session.eager.found.items()}
 
 
 def _options(parts: Sequence[Part], device: str) -> dict[str, str]:

@@ -45,7 +45,9 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
             f"{type(model).__name__} has no repeated modules of one class that hold matrices: {found}. Write the rules"
             f" yourself, such as {{'decoder.*': None}}"
         )
-    blocks = max(chains, key=lambda chain: (_num_parameters(chain), len(chain)))
+    blocks = max(
+        chains, key=lambda chain: (sum(p.numel() for p in {p for _, module in chain for p in module.parameters()}), len(chain))
+    )
     count = math.ceil(share * len(blocks) - 1e-9)  # 0.07 * 100 is a little more than 7
     rules: dict[str, None] = {}
     for path, block in blocks[len(blocks) - count :]:
@@ -73,10 +75,6 @@ def _chains(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
                 blocks = [(without_wrappers(at, wrapped), child) for at, child in full]
                 found.append(blocks)
     return found
-
-
-def _num_parameters(chain: list[tuple[str, nn.Module]]) -> int:
-    return sum(p.numel() for p in {p for _, module in chain for p in module.parameters()})  # each of shared ones once
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
