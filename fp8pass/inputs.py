@@ -24,6 +24,9 @@ from fp8pass.graph.origin import Path, TensorName
 from fp8pass.recipes import Recipe
 
 USUAL: frozenset[str] = frozenset()  # The variants of a usual call: none.
+STATISTICS = ("fp8_statistics", "fp8_grad_statistics")
+"""The keys, and names, of the inputs that take statistics, [rows, WIDTH] float64, a row for each `MonitorRow` of the graph: in
+forward and in backward. They are the same memory, but for a recomputed forward, which must not count again."""
 
 
 class Records(enum.Enum):
@@ -91,13 +94,6 @@ class MonitorSpec:
     """The scope of a measured step, beside every quantized tensor."""
 
     products: bool = False  # The result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each.
-
-
-@dataclasses.dataclass(frozen=True)
-class StatisticsInput:
-    """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `MonitorRow` of the graph."""
-
-    is_backward: bool  # The backward writes it: the same memory, but for a recomputed forward, which must not count again.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,8 +94,7 @@ def parse_rules(
 
 
 def parse_schedule(schedule: object, start: Rules) -> Schedule:
-    """The rules from certain steps on. start: those of the first step, whose default recipe and selection the others share.
-    Raises RuleError."""
+    """The rules from certain steps on; the default recipe and selection are those of `start`. Raises RuleError."""
     if schedule is None:
         return ()
     if not isinstance(schedule, Mapping):

@@ -15,7 +15,6 @@ because the graphs that hold them are differentiated already, nor a forward-mode
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import importlib
@@ -42,14 +41,6 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 #: The positions of arguments in the reference's signature, and their names.
 Places = Sequence[tuple[int, str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Provider:
-    """A function that computes an operation on the devices that `runs_on` accepts."""
-
-    runs_on: Callable[[torch.device], bool]
-    load: Callable[[], Callable[..., Any]]  # Returns the function, which is imported by the first call.
 
 
 class Operation(Generic[P, R]):
@@ -80,7 +71,8 @@ class Operation(Generic[P, R]):
         self._positions = {name: position for position, name in enumerate(parameters)}
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
         self._checks = [self._with_places(check, "check") for check in checks]
-        self._providers: list[_Provider] = []
+        self._providers: list[tuple[Callable[[torch.device], bool], Callable[[], Callable[..., Any]]]] = []
+        """What tells the devices of a provider, and what returns it, which imports it at the first call."""
         self._require_known(indexed, "`indexed`")
         self.indexed = {name: self._positions[name] for name in indexed}  # Position of each indexed argument.
         self.index_names = frozenset(f"{name}_index" for name in indexed)  # The names of the arguments that hold positions.
@@ -138,7 +130,7 @@ class Operation(Generic[P, R]):
 
         def attach(function: Callable[P, R]) -> Callable[P, R]:
             self._require_signature(function)
-            self._providers.append(_Provider(runs_on, lambda: function))
+            self._providers.append((runs_on, lambda: function))
             return function
 
         return attach
@@ -160,18 +152,18 @@ class Operation(Generic[P, R]):
             self._require_signature(function)
             return function if wrap is None else wrap(function, self.reference)
 
-        self._providers.append(_Provider(runs_on, load))
+        self._providers.append((runs_on, load))
 
     def implementation(self, device: torch.device) -> Callable[P, R]:
         """The function that computes the operation on `device`: a provider's, or the reference."""
-        for provider in self._providers:
-            if provider.runs_on(device):
-                return provider.load()
+        for runs_on, load in self._providers:
+            if runs_on(device):
+                return load()
         return self.reference
 
     def implementations(self) -> list[Callable[P, R]]:
         """Every function that may compute the operation, the reference last. Imports all of them."""
-        return [*(provider.load() for provider in self._providers), self.reference]
+        return [*(load() for _, load in self._providers), self.reference]
 
     def picked(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], pick: Callable[[Any, int], Any] = operator.getitem
@@ -252,17 +244,9 @@ class Namespace:
         self.library = torch.library.Library(name, "DEF")
         self.operations: dict[str, Operation[..., Any]] = {}
 
-    def operation(
-        self,
-        reference: Callable[P, R],
-        *,
-        mutates: Sequence[str] = (),
-        checks: Iterable[Callable[..., object]] = (),
-        sizes: Sequence[str] = (),
-        indexed: Sequence[str] = (),
-    ) -> Operation[P, R]:
-        """Register the operation that `reference` specifies. See `Operation`."""
-        made = Operation(self, reference, mutates, checks, sizes, indexed)
+    def operation(self, reference: Callable[P, R], **options: Any) -> Operation[P, R]:
+        """Register the operation that `reference` specifies. options: those of `Operation`, by name."""
+        made = Operation(self, reference, **options)
         self.operations[made.name] = made
         return made
 

@@ -114,8 +114,7 @@ def _empty_like(made: Any) -> Any:
 
 
 def form_of_call(target: Any, args: Any, kwargs: Any) -> Hashable | None:
-    """All that decides the shapes, strides and dtypes of a call's results; None where a size is symbolic. Positions of scales
-    in vectors of them decide nothing."""
+    """All that decides the forms of a call's results, None where a size is symbolic; positions in vectors of scales do not."""
     operation = NAMESPACE.find(target)
     unread = () if operation is None else operation.index_names
     key = target, _form(args), _form({name: value for name, value in kwargs.items() if name not in unread})

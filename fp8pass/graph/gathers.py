@@ -40,8 +40,7 @@ def is_gathered(node: fx.Node) -> bool:
 
 
 def origins(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
-    """For every node the one of whose elements alone it consists, seen through moves, which may be itself; None for moves of
-    elements of several nodes."""
+    """For every node the one whose elements it has, seen through moves, perhaps itself; None for elements of several."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         if node.target in MOVES:
@@ -61,8 +60,7 @@ def replay(node: fx.Node, done: Done, call: Call) -> fx.Node:
 
 
 def keeps_blocks(node: fx.Node, start: fx.Node, height: int) -> bool:
-    """Tell whether the moves from `start` to `node` keep every row whole, and every `height` rows that follow each other
-    together. False where sizes are dynamic."""
+    """Tell whether moves from `start` to `node` keep every `height` rows that follow each other whole, of known sizes."""
     if node is start:
         return _has_blocks(node, height)
     if not all(keeps_blocks(n, start, height) for n in node.all_input_nodes):
@@ -198,8 +196,7 @@ def starts_at_input(node: fx.Node) -> bool:
 
 
 def chain_from_input(node: fx.Node) -> list[fx.Node] | None:
-    """The operations with one input each that lead from an input of the graph, no gradient, to a node, in order; None where
-    others lead there."""
+    """The operations with one input each that lead from an input of the graph, no gradient, to a node; None for others."""
     chain: list[fx.Node] = []
     while node.op == "call_function":
         chain.append(node)
@@ -210,8 +207,7 @@ def chain_from_input(node: fx.Node) -> list[fx.Node] | None:
 
 
 def largest_of_ranks(cursor: Cursor, bits: fx.Node, group: Any) -> fx.Node:
-    """The largest of all ranks' amaxes, float32, of their bits as int32: these are ordered, with NaN on top; as floats, MAX may
-    lose NaN on some ranks."""
+    """The largest of all ranks' float32 amaxes, of their bits as int32, with NaN on top: as floats, MAX may lose NaN."""
     reduced = cursor.call(c10d.all_reduce.default, bits, "max", group)
     waited = cursor.call(c10d.wait_tensor.default, reduced)
     largest = cursor.call(aten.view.dtype, waited, torch.float32)

@@ -87,14 +87,12 @@ def kind_of(node: fx.Node) -> GemmKind | None:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Tell whether a node computes attention or its gradient. The name tells: torch has a dozen such operations, other
-    libraries have more."""
+    """Tell by its name whether a node computes attention or its gradient: there are a dozen such operations, and more."""
     return node.op == "call_function" and "attention" in str(node.target)
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Tell whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing
-    there."""
+    """Tell whether a node multiplies matrices in high precision, no vectors: FP8 gains nothing there."""
     if operation_of(node) is not node:
         return True
     full_name = _name_of(node)
@@ -166,8 +164,7 @@ def has_fp8_counterpart(node: fx.Node) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two operands of a matmul, or () where a custom operation's are not clear, or an operation is several GEMMs or, as
-    nn.Bilinear's, has three operands."""
+    """The two operands of a matmul, or () where an operation's are not clear, or it is several GEMMs or has three."""
     if is_fast_path(node) or node.target is aten._trilinear.default:
         return ()
     kind = kind_of(node)

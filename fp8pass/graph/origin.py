@@ -111,16 +111,14 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def is_gradient(output: Any) -> bool:
-    """Tell whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient; None describes one of an
-    input that needs none."""
+    """Tell whether AOTAutograd's descriptor of an output says that it is a gradient; None: of an input that needs none."""
     while (base := getattr(output, "base", None)) is not None:
         output = base
     return output is None or "Grad" in type(output).__name__
 
 
 def is_subgraph(graph: fx.Graph) -> bool:
-    """Tell whether a graph is the branch or body of a control-flow operation: AOTAutograd describes only its own graphs'
-    outputs."""
+    """Tell whether a graph is the branch or body of a control-flow operation: AOTAutograd describes only its own outputs."""
     return any("desc" not in output.meta for output in graph.find_nodes(op="output"))
 
 

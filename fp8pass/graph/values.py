@@ -37,8 +37,7 @@ _SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default, aten
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Groups of the rows of a matrix, as a grouped GEMM reads them: consecutive slots, one row each, belong to one group after
-    the other."""
+    """Groups of the rows of a matrix, as a grouped GEMM reads them: consecutive slots belong to one group after the other."""
 
     offs: fx.Node  # [groups] int32: where each group ends, counted in slots. Slots from the last entry on belong to no group.
     index: fx.Node | None = None
@@ -162,8 +161,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Tell whether a node is a row-major reshape; a permutation is one if it moves only dimensions of size 1, as einsum's
-    do."""
+    """Tell whether a node is a row-major reshape, such as a permutation that moves only dimensions of size 1."""
     order = permutation(node)
     if order is None:
         return node.target in RESHAPES

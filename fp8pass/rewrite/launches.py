@@ -35,8 +35,7 @@ _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 
 def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
-    """The plan with every cast that its GEMMs need, each a launch of its own, or together with those whose scale it shares; and
-    with the GEMMs' epilogues."""
+    """The plan with every cast that its GEMMs need, a launch each or with those whose scale it shares, and with epilogues."""
     gathers = {t: FromGather(g.gather) for g in plan.gathers if g.reason is None for t in g.tensors}
     in_forward = {c for d in plan.rewritten if not d.site.is_backward for c in d.copies}
     made: set[Copy] = set()

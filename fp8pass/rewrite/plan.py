@@ -144,8 +144,7 @@ class Plan:
     fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
     """Weight -> those that have one scale together, itself among them, of weights that share one."""
     kept: Mapping[Copy, FromInput | FromCopy] = dataclasses.field(default_factory=dict)
-    """Copies that inputs of the graph hold, and those that are transposed out of one of them, in backward where only backward
-    reads them."""
+    """Copies that inputs of the graph hold or that are transposed out of one, in backward where only backward reads them."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()

@@ -105,14 +105,6 @@ class GatherRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class OperandRecord:
-    """An operand of a GEMM in FP8."""
-
-    quantization: Quantization
-    state_name: TensorName | None  # Under which its scale is in the recipe's state; None where it is not.
-
-
-@dataclasses.dataclass(frozen=True)
 class WeightRecord:
     """An input of a graph that a forward GEMM reads as its weight, directly or through casts and views."""
 
@@ -122,8 +114,9 @@ class WeightRecord:
     is_turned: bool  # The GEMM contracts the first dimension of the stored matrix and not the last.
     reason: str | None  # Why the GEMM runs in high precision; None if in FP8.
     recipe: Recipe | None = None
-    weight: OperandRecord | None = None  # None, like the next one, for a GEMM in high precision.
-    input_operand: OperandRecord | None = None
+    weight: tuple[Quantization, TensorName | None] | None = None
+    """Its quantization, and the name of its scale in the recipe's state, if it is there. None in high precision."""
+    input_operand: tuple[Quantization, TensorName | None] | None = None
     fused: tuple[int | None, ...] = ()
     """The positions of the weights that have one scale together, its own among them; None for one that is no input."""
 
@@ -136,8 +129,8 @@ def weight_records(plan: Plan) -> list[WeightRecord]:
         for tensor, name in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
     }
 
-    def operand(copy: Copy | None) -> OperandRecord | None:
-        return None if copy is None else OperandRecord(copy.quantization, names.get(copy.tensor))
+    def operand(copy: Copy | None) -> tuple[Quantization, TensorName | None] | None:
+        return None if copy is None else (copy.quantization, names.get(copy.tensor))
 
     found = []
     for decision in plan.decisions:

@@ -300,8 +300,7 @@ def save_activations(
 def planned(
     graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> tuple[list[GemmRecord], list[Estimate | None]]:
-    """Return the decisions that `rewrite` would make about each GEMM, and its expected seconds. The graph is changed, but not
-    rewritten."""
+    """The decisions that `rewrite` would make about each GEMM, and its expected seconds. Changes the graph."""
     work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
     for name, run in PASSES:
         work = run(work)

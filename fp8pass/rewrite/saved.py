@@ -172,8 +172,7 @@ def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int
 
 
 def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
-    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
-    one."""
+    """The storages behind the values of nodes, and the node that holds most of each, with its bytes."""
     found: dict[StorageWeakRef, tuple[Any, int]] = {}
     for node in nodes:
         if _is_tensor(node):

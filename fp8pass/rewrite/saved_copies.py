@@ -62,8 +62,7 @@ class SharedCopy:
         return sum(value_of(node).numel() * value_of(node).element_size() for node in added)
 
     def load(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
-        """The values of the copy in the shape of a value as it lies in memory, rounded to its dtype. data, scale_inv: those of
-        the copy in this graph."""
+        """The values of a copy, whose nodes here are data and scale_inv, in the shape of the value, rounded to its dtype."""
         if self.index is not None:
             scale_inv = cursor.call(aten.select.int, scale_inv, 0, self.index)
         if self.transposed:

@@ -34,8 +34,7 @@ _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 def select(
     graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
-    """Routers, heads and thin GEMMs, each with the reason; and the GEMMs that are a head, or that look like one without enough
-    evidence to keep them in high precision."""
+    """Routers, heads and thin GEMMs, each with the reason; and the GEMMs that are, or look like, a head."""
     finder = _UseFinder(graph, context)
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
@@ -209,8 +208,7 @@ class Logits:
         return self._returns_one_of(site, self._vocabularies)
 
     def resembles(self, site: GemmSite) -> bool:
-        """Tell whether it could be: over an embedding of the model that is not in this graph, after a graph break for
-        example."""
+        """Tell whether it could be: over an embedding of the model that is not in this graph, as after a graph break."""
         return self._returns_one_of(site, self._elsewhere)
 
     def _returns_one_of(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
@@ -240,8 +238,7 @@ class Logits:
         return False
 
     def _mixes(self, node: fx.Node, own: set[fx.Node]) -> bool:
-        """Tell whether a node combines a result with another activation of its own shape, as the sum of a residual stream
-        does."""
+        """Tell whether a node combines a result with another activation of its shape, as sums of a residual stream do."""
         value = value_of(node)
         others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
         return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
@@ -475,8 +472,7 @@ def following(node: fx.Node, gradients: set[fx.Node]) -> set[fx.Node]:
 
 
 def _takes(user: fx.Node, node: fx.Node, kind: _Kind, made: dict[fx.Node, None]) -> bool:
-    """Tell whether an operation takes rows of a matrix, other than the scores, by an index, or multiplies a matrix with a
-    mask."""
+    """Tell whether an operation takes rows of a matrix, not the scores, by an index, or multiplies it with a mask."""
     if is_matmul(user):
         return True
     name = name_of(user)

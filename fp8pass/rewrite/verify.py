@@ -442,8 +442,7 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
 
 
 def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
-    """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made the
-    amax."""
+    """The live scales are read once, by value; in training every slot is recorded once, on the side that made the amax."""
     plan, applied = planned.plan, planned.applied
     for recipe in plan.recipes:
         tensors = plan.tensors_in_state(recipe)

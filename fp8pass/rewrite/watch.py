@@ -16,7 +16,7 @@ from fp8pass.graph.cursor import Cursor, pin
 from fp8pass.graph.gemms import GemmSite, kind_of, operands_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import argument, value_of
-from fp8pass.inputs import CapacityExceeded, MonitorRow, MonitorSpec, StatisticsInput
+from fp8pass.inputs import STATISTICS, CapacityExceeded, MonitorRow, MonitorSpec
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
 from fp8pass.schemes.emitter import Emitter
@@ -34,7 +34,7 @@ class StatisticsInserter:
     one copy of a value is replaced where the other copy is made, so that one read serves both."""
 
     def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: MonitorSpec):
-        self._buffers = {side: inputs[StatisticsInput(side)] for side in (False, True)}
+        self._buffers = {side: inputs[STATISTICS[side]] for side in (False, True)}
         self.watch = watch
         self.rows: list[MonitorRow] = []
         self._made: list[tuple[fx.Node, str | None]] = []

@@ -32,8 +32,7 @@ from fp8pass.weights.cache import WeightKey, WeightTensor
 
 
 def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
-    """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra
-    inputs that the graph has."""
+    """The plan with a decision for every quantized weight whose copies may be cached. inputs: keys of the extra inputs."""
     asked, is_possible = options.given, options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
     if not (asked.weight_copies == "cache" or asked.release_frozen or asked.fsdp_gather) or not is_possible:
         return plan
@@ -123,8 +122,7 @@ def _gathered(
 
 
 def _each_obstacle(plan: Plan, tensor: QuantizedTensor) -> Reason | None:
-    """Why a weight whose copies have different scales cannot have one gather for each: the rowwise one before the forward, the
-    columnwise one before the backward."""
+    """Why a weight cannot have one gather for each copy: the rowwise one in the forward, the columnwise in the backward."""
     for decision in plan.decisions:
         site = decision.site
         read = [c for c in (*decision.copies, *(c for _, c in decision.dequantized)) if c.tensor == tensor]

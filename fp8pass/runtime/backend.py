@@ -20,7 +20,7 @@ from fp8pass.errors import OptionError, UnsupportedDeviceError, UnsupportedError
 from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.traces import Snapshot
-from fp8pass.inputs import USUAL, StatisticsInput
+from fp8pass.inputs import STATISTICS, USUAL
 from fp8pass.options import NO_CPP_WRAPPER, CompileOptions, SavedActivations, refuse_torch_pass
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.plan import Options
@@ -77,8 +77,7 @@ class JointPass(CustomGraphPass):
             compiled.forward = compiled.rewrite.after
 
     def uuid(self) -> bytes:
-        """Part of Inductor's cache key, which has the rewritten graph: our sources and what lowerings read besides it, and what
-        stood in this place before."""
+        """Part of Inductor's cache key: our sources, what lowerings read besides the graph, and what stood here before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
         return hashlib.sha256(repr((lowered_by(), earlier)).encode()).digest()
 
@@ -195,8 +194,7 @@ class Backend:
         return refusing_batches_later(function) if later else function
 
     def _trace(self, module: fx.GraphModule, examples: list[Any], graph: CompiledGraph) -> None:
-        """Rewrite and partition one graph as `_compile` does where it generates code, and generate none. What may raise
-        InputsMissing has been settled."""
+        """Rewrite and partition a graph as `_compile` does, without generating code, once InputsMissing has been settled."""
         with cache.without():
             compile_inductor(module, examples, JointPass(self.options, graph), generates_code=False)
 
@@ -277,13 +275,12 @@ def finish_partition(
     num_outputs: int,
     saved_activations: SavedActivations | None,
 ) -> None:
-    """Save in FP8 what may be, in place, and keep snapshots of both graphs. num_outputs: how many of the forward's results are
-    the user's."""
+    """Save in FP8 what may be, in place, and keep both snapshots. num_outputs: the forward's results of the user."""
     if saved_activations is not None and compiled.rewrite is not None:  # which a graph without operations has not
         refuse_torch_pass({})
         context = GraphContext(compiled.inputs, compiled.placement.name_module)
         inputs = find_extra_inputs(forward.graph, compiled.extra_start, compiled.extra_inputs, input_index)
-        statistics = None if compiled.key.watch is None else inputs.get(StatisticsInput(False))
+        statistics = None if compiled.key.watch is None else inputs.get(STATISTICS[0])
         compiled.rewrite = save_activations(
             forward.graph, backward.graph, num_outputs, compiled.key.rules, context, compiled.rewrite, statistics
         )
@@ -398,8 +395,7 @@ def _refuse_batches_in_backward_of(result: Any) -> bool:
 
 
 def refuse_nan_asserts(graph: fx.Graph, patches: dict[str, Any]) -> None:
-    """Raise UnsupportedError for a graph with FP8 values where Inductor is to assert that nothing is NaN or inf. patches: the
-    options that it is compiled with."""
+    """Raise UnsupportedError for a graph with FP8 values whose options have Inductor assert that nothing is NaN or inf."""
     from torch._inductor import config
 
     if not patches.get("nan_asserts", config.nan_asserts):

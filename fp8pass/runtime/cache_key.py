@@ -98,8 +98,7 @@ def earlier_passes(patches: dict[str, Any]) -> list[Any]:
 
 
 def key_of(graph: CompiledGraph, options: CompileOptions, variants: Set[str], may_ask: bool) -> str:
-    """The key of a graph that code is generated for. variants, may_ask: as for the rewrite. Raises Uncacheable, with the
-    reason."""
+    """The key of a graph that code is generated for, of the rewrite's arguments. Raises Uncacheable, with the reason."""
     about = (graph.inputs, graph.placement, graph.surroundings, graph.extra, graph.extra_start, str(graph.device))
     decided = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.repr}
     return digest_of(
@@ -139,8 +138,7 @@ def _gpu(device: torch.device) -> object:
 
 
 def _groups(amax_group: dist.ProcessGroup | None) -> object:
-    """The ranks of the amax reduction, and those of every process group that it may cover, by the name that graphs call it
-    by."""
+    """The ranks of the amax reduction, and those of every process group that it may cover, by their names in graphs."""
     if amax_group is None:
         return None
     return amax_group, {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}

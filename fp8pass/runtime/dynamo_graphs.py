@@ -275,8 +275,7 @@ class _Writer:
         self._attributes: dict[str, Any] = {}
 
     def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None, moves: Moves = ()) -> fx.GraphModule:
-        """Copy a graph with its regions written out. given: where its inputs were in the model as it was traced, if they do not
-        say so."""
+        """Copy a graph with its regions written out. given: where its inputs were in the model, if they do not say so."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         copies: dict[fx.Node, Any] = {}
         for node in placeholders:

@@ -115,8 +115,7 @@ class EagerRuns:
         self._num_calls: dict[frozenset[int], int] = {}  # The number of such calls that were followed by another one.
         self._last: frozenset[int] | None = None
         self.is_settled = False
-        """True if the last call left nothing to watch: its graphs read each module that multiplies, or it is known to run
-        eagerly."""
+        """True if the last call left nothing to watch: its graphs read each module that multiplies, or it is known as eager."""
         self._num_limits = num_limits_reached()
 
     def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:
@@ -409,8 +408,7 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def _listen() -> None:
-    """Have Dynamo call back before and after it traces a frame. `torch._dynamo.reset()` makes it forget that, and what is known
-    here with it."""
+    """Have Dynamo call back around its traces of frames. `torch._dynamo.reset()` makes it forget that, and what is known."""
     if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()
@@ -542,8 +540,7 @@ def left_eager(code: CodeType) -> str | None:
 
 
 def why_eager() -> tuple[str, bool, str]:
-    """Why the code that calls this runs eagerly within a compiled model, whether the user means it to, and "file:line" of the
-    user's code."""
+    """Why the caller runs eagerly within a compiled model, if the user means it to, and "file:line" of the user's code."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _begins_call(frame):

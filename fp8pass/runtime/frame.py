@@ -129,8 +129,7 @@ class Frame:
         compile_inner: Compile,
         trace_inner: Trace,
     ):
-        """code: that of the Python frame that Dynamo traced. has_break: whether eager code runs before or after the graph in a
-        call."""
+        """code: of the frame that Dynamo traced. has_break: whether eager code runs before or after the graph in a call."""
         session = find_session()
         self._find_session, self._compile_inner, self._trace_inner = find_session, compile_inner, trace_inner
         self.name, self.device, self.has_break = name, device, has_break

@@ -157,8 +157,7 @@ class Session:
         self.measuring: InputProvider | None = None
         """The provider of measured graphs' further inputs; made for the first monitor."""
         self.every_graph: dict[CompiledGraph, list[Placement]] = {}
-        """The graphs that have run for this session, for every key, in the order of their first call: with the places of the
-        module instances that they have run for."""
+        """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
         self.instances: dict[CompiledGraph, dict[Any, Any]] = {}
         """The live module instances of each graph, by the identities of their Parameters."""
         self.first_runs = FirstRuns()
@@ -211,8 +210,7 @@ class Session:
         return {g: self.every_graph[g] for g in here if g.key.watch is None or g.source not in usual}
 
     def is_quiet(self, args: tuple[Any, ...]) -> bool:
-        """True if before and after an outermost call with these arguments there is nothing to do but to say that it runs: NOTE
-        [quiet calls] in `wrap.py`."""
+        """True if around an outermost call with these arguments there is nothing to do: NOTE [quiet calls] in `wrap.py`."""
         clock, seen = self.clock, self.seen
         return (
             not torch.is_grad_enabled()
@@ -274,8 +272,7 @@ class Session:
         end_steps([self])
 
     def end_due_step(self) -> None:
-        """End the step because a forward begins, and those of other sessions that are over: NOTE [shared boundaries] in
-        `boundary.py`."""
+        """End the step as a forward begins, and those of others that are over: NOTE [shared boundaries] in `boundary.py`."""
         over = [] if self.clock.must_agree or not self.passes.are_over else [s for s in self._peers if s.passes.are_over]
         others = [s for s in over if s is not self and not s.clock.must_agree]
         due = [s for s in others if s.clock.is_step_pending and s.clock.ends_as(self.clock) and s.passes.follow(self.passes)]

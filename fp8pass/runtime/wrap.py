@@ -261,8 +261,7 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
 
 
 def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:
-    """Begin a forward, perhaps from one of torch.compile's own hooks. Returns a function that ends it, whether it raised or
-    not."""
+    """Begin a forward, perhaps from a hook of torch.compile's. Returns a function that ends it, raised or not."""
     handled = sys.exc_info()[1]
     outer = session.begin_forward(args)
     num_graph_calls = session.num_graph_calls
@@ -302,8 +301,7 @@ def note_compiled() -> None:
 
 
 class Siblings:
-    """The modules of torch beside those that are compiled on their own, within a compiled module. Invariant: holds no strong
-    reference to any."""
+    """The modules of torch beside those compiled on their own, within a compiled one. Invariant: holds none strongly."""
 
     def __init__(self, compiled: object):
         """compiled: the outer module; a function has no modules."""

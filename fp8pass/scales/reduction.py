@@ -254,8 +254,7 @@ def _is_agreed(message: torch.Tensor) -> bool:
 
 
 def _bits(store: DelayedStore) -> torch.Tensor:
-    """As int32 the bit patterns of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, which a NaN may
-    have, is cleared."""
+    """As int32 the bits of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, even a NaN's, is cleared."""
     return store.amax_history[0, : len(store)].view(torch.int32) & 0x7FFFFFFF
 
 

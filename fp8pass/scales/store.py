@@ -94,8 +94,7 @@ class DelayedStore:
         self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}  # Names -> (layout, the index that was made then).
         self._outgrown: list[tuple[int, torch.Tensor]] = []
-        """(boundaries so far, staging row) of buffers that `move_to` replaced: a backward that was under way then writes
-        there."""
+        """(boundaries so far, staging row) of buffers that `move_to` replaced: a backward that was under way writes there."""
         self.shares: object = None  # The memory of several stores that the buffers are in; None where they are the store's own.
         self._take(self._new(capacity_for(capacity)))
 
@@ -144,8 +143,7 @@ class DelayedStore:
         return first if count == 1 else slice(first, first + count)
 
     def index_of(self, names: tuple[str, ...]) -> torch.Tensor:
-        """int64 on the device: all columns of these tensors. Kept as long as the buffers: to make it, the host waits for the
-        device."""
+        """int64 on the device: all columns of these tensors, kept with the buffers, as the host waits to make it."""
         layout, index = self._indices.get(names, (-1, None))
         if index is None or layout != self.layout:
             if len(self._indices) >= _MAX_INDICES:

@@ -91,8 +91,7 @@ class FromValue:
     """The value itself, in high precision."""
 
     masked: bool = False
-    """Rows that belong to no group are read as zeros: they may hold anything, NaN included, and would reach the one amax of
-    all rows."""
+    """Rows that belong to no group, which may hold NaN, are read as zeros: they would reach the one amax of all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +194,7 @@ def insert_cast(
 
 
 def padding_of(value: MatrixValue, layout: Layout) -> list[int] | None:
-    """Arguments of `constant_pad_nd` for the zero columns and rows that an FP8 copy has more than the matrix; None if they
-    depend on dynamic sizes."""
+    """Arguments of `constant_pad_nd` for what an FP8 copy has more than the matrix; None if sizes are dynamic."""
     outer, inner = (value.cols, value.rows) if layout.columnwise else (value.rows, value.cols)
     padded = (pad_to_alignment(outer) if layout.pads_outer else outer, pad_to_alignment(inner))
     extra: list[int] = []

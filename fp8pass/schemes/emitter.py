@@ -238,19 +238,16 @@ class Emitter:
     # -- one scale per tensor
 
     def pair_of(self, tensor: QuantizedTensor) -> Pair | None:
-        """Scale and reciprocal of a tensor that was cast with one scale, scalars or a vector; None where blocks have their
-        own."""
+        """Scale and reciprocal of a tensor that was cast with one scale; None where blocks have their own."""
         return None if self.scheme.computes_scales else self.scales[tensor]
 
     def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
-        """Give tensors, before their casts, one scale: of the largest amax of the matrices, which are theirs and those of
-        others that share it."""
+        """Give tensors, before their casts, one scale: of the largest amax of the matrices, theirs and the others'."""
         amaxes = cursor.call(ops.multi_amax.default, list(matrices))
         self.scales.update(dict.fromkeys(tensors, self._pair(cursor, tensors, cursor.call(aten.amax.default, amaxes))))
 
     def _find_scales(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
-        """Fill `scales` for the tensors of a launch: matrices that are quantized alike, or one batch with as many scales as the
-        tensor has entries."""
+        """Fill `scales` for a launch: matrices that are quantized alike, or one batch with a scale per entry."""
         if all(tensor in self.scales for tensor in tensors):
             return
         if self.loaded is not None and not self._is_first:
@@ -351,8 +348,7 @@ def _copy_of_bytes(cursor: Cursor, data: fx.Node, cast: Cast, layout: Layout) ->
 
 
 def _in_slots(cursor: Cursor, data: fx.Node, groups: Groups) -> fx.Node:
-    """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes. Scales that lie by
-    blocks are kept so."""
+    """The rows of a copy, or of its scales but those by blocks, in the order of the slots: bytes, which devices index."""
     if groups.index is None:
         return data
     value = value_of(data)

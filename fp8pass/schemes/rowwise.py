@@ -38,8 +38,7 @@ class RowScheme(Scheme):
     num_reads = 2
 
     def launch_key(self, cast: Cast) -> Hashable | None:
-        """A rowwise copy alone takes a kernel that holds its row, and reads the matrix once; several in one launch read it
-        twice."""
+        """A rowwise copy alone takes a kernel that reads the matrix once; several in one launch read it twice."""
         return cast.layouts if any(layout.columnwise for layout in cast.layouts) else None
 
     def sent(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> Mapping[Hashable, Fraction]:

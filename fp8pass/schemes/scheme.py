@@ -125,8 +125,7 @@ class Scheme(abc.ABC):
         return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
 
     def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Fraction | Reason:
-        """`sharded` of a weight that is gathered twice: the rowwise copy for the forward, the columnwise one for the
-        backward."""
+        """`sharded` of a weight that is gathered twice: the rowwise copy for forward, the columnwise one for backward."""
         return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
 
     def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:

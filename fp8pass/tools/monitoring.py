@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fp8pass.errors import OptionError
 from fp8pass.inputs import (
+    STATISTICS,
     BoundInputs,
     ExtraInput,
     InputProvider,
@@ -25,7 +26,6 @@ from fp8pass.inputs import (
     Needed,
     Placed,
     Records,
-    StatisticsInput,
 )
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import SAVED
@@ -478,8 +478,7 @@ class StatisticsProvider(InputProvider):
     def inputs(self, device: torch.device, needed: Needed) -> list[ExtraInput]:
         """The buffer twice: for the forward and for the backward."""
         rows = _ROWS if needed.entries <= _ROWS else 1 << (needed.entries - 1).bit_length()
-        names = ("fp8_statistics", "fp8_grad_statistics")
-        return [ExtraInput(StatisticsInput(bool(i)), name, (rows, WIDTH), torch.float64) for i, name in enumerate(names)]
+        return [ExtraInput(name, name, (rows, WIDTH), torch.float64) for name in STATISTICS]
 
     def bind(self, placed: Placed) -> StatisticsBuffer:
         """A buffer for one module instance."""

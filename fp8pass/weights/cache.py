@@ -149,8 +149,7 @@ class CachedWeight:
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """The Parameter, by the module that holds it. None where none does, or where it has another dtype or device now: then
-        other graphs run."""
+        """The Parameter, by the module that holds it; None where it has gone, or has another dtype or device now."""
         found = self._seen[0].tensor()
         return found if found is not None and found.dtype == self.dtype and found.device == self.device else None
 
@@ -196,8 +195,7 @@ class CachedWeight:
         return parameter.detach().reshape(self.shape)
 
     def measured(self, given: Given, quantized: Collection[int]) -> list[torch.Tensor]:
-        """The tensors that share the scale and are not quantized together with this one. quantized: the identities of those
-        that are."""
+        """The tensors that share the scale and are not quantized with this one. quantized: the identities of those that are."""
         found = [p for p in given[1:] if id(p) not in quantized]
         if any(map(is_released, found)):
             raise ReleasedWeightError(f"{list(self.shape)} shares its scale with a weight that was released: {MESSAGE}")
@@ -271,8 +269,7 @@ class WeightCache:
     def claim(
         self, given: Given, tensor: WeightTensor, store: DelayedStore | None, name: str, places: Sequence[Place | None]
     ) -> CachedWeight:
-        """The copies of a Parameter that is quantized so, shared by all graphs of the model. places: where the model holds what
-        is given."""
+        """The copies of a Parameter quantized so, shared by all graphs. places: where the model holds what is given."""
         first, *others = given
         kind = (tensor.shape, tensor.recipe, tensor.quantization)
         # A Parameter that changes its dtype or device is another one.
@@ -295,8 +292,7 @@ class WeightCache:
             self._comparisons.clear()
 
     def release(self) -> None:
-        """Give up the copies that only graphs without a backward read, of Parameters that train: training needs the memory, and
-        will change them."""
+        """Give up copies of Parameters that train which only graphs without a backward read: training needs the memory."""
         for weight in self._weights.values():
             parameter = weight.parameter
             is_all_there_is = weight.made is not None and weight.made.origin is RELEASED
@@ -352,8 +348,7 @@ class WeightCache:
                     weight.made = dataclasses.replace(weight.made, checksum=checksum)
 
     def again(self, given: Mapping[CachedWeight, Given], scales: Scales) -> dict[CachedWeight, QuantizedWeight]:
-        """The copies for a call that repeats one with these scales: the cached ones if theirs are the same, else others, which
-        are not cached."""
+        """The copies for a call that repeats one with these scales: cached ones if theirs are the same, else new ones."""
         known = self._known(given)
         equal = _with_equal_scales(known, scales)
         kept = {w: w.made for w, k in known.items() if w.made is not None and (w in equal or self._is_fresh(w, k, scales))}
@@ -522,8 +517,7 @@ def _quantized(known: Mapping[CachedWeight, Known], scales: Scales) -> dict[Cach
 
 
 def launches_of(layouts: tuple[Layout, ...]) -> list[tuple[Layout, ...]]:
-    """The layouts of copies, as casts make them: one of each orientation at a time. Two of one orientation differ in their
-    padding."""
+    """The layouts of copies, as casts make them: one of each orientation at a time, as two of one differ in padding."""
     found: list[tuple[Layout, ...]] = []
     for layout in layouts:
         free = next((i for i, group in enumerate(found) if layout.columnwise not in {x.columnwise for x in group}), None)

@@ -88,17 +88,13 @@ class Before:
         return _nothing, ()
 
 
-class After:
+class After(Before):
     """The hook for what arrived, copied and pickled like `Before`."""
 
-    def __init__(self, weight: GatheredWeight):
-        self.weight = weight
-
-    def __call__(self, outputs: Any, metadata: Made | None, param_dtype: torch.dtype, *, out: torch.Tensor) -> None:
+    def __call__(  # type: ignore[override]
+        self, outputs: Any, metadata: Made | None, param_dtype: torch.dtype, *, out: torch.Tensor
+    ) -> None:
         self.weight.after(metadata, out)
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
 
 
 def _nothing() -> None:

@@ -119,8 +119,7 @@ class Releases:
                     self._used[id(parameter)] = parameter
 
     def note_reads(self, inputs: Sequence[GraphInput], args: Sequence[Any], reads: Mapping[int, str]) -> None:
-        """Take note of a graph that is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError if one
-        has no values."""
+        """Take note of a graph that is about to run on `args`. Raises ReleasedWeightError if it reads one without values."""
         for i, operation in reads.items():
             if i < len(inputs) and inputs[i].is_parameter and isinstance(args[i], torch.Tensor):
                 if type(args[i]) is nn.Parameter and is_released(args[i]):

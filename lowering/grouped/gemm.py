@@ -60,8 +60,7 @@ def chosen(given: GroupedGemm) -> str:
 
 
 def prepared(name: str, given: GroupedGemm) -> Compute:
-    """The function that computes products which differ from this one in their values alone, by Triton, or by a library that
-    does not refuse them."""
+    """The function that computes products like this one, by Triton, or by a library that does not refuse them."""
     from lowering.grouped.kernels import gemm as kernel  # imports Triton
 
     if name == "triton":

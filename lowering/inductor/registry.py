@@ -89,8 +89,7 @@ def _copy_of(matrix: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering where the operation's first tensor is on a GPU, with elements of vectors picked; elsewhere the operation as
-    it is."""
+    """The lowering where the first tensor is on a GPU, with elements of vectors picked; elsewhere the operation itself."""
     from torch._inductor.lowering import lowerings
 
     from lowering.inductor.buffers import call_operation

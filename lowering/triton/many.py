@@ -34,8 +34,7 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def groups(xs: Sequence[torch.Tensor], key: Callable[[torch.Tensor], Any]) -> Iterator[tuple[Any, Any, list[int]]]:
-    """The tensors that one launch can take, of one dtype and with equal keys: Triton's dtype, the key, their positions. Empty
-    tensors are left out."""
+    """The tensors that one launch can take, not empty, of one dtype and equal keys: Triton's dtype, the key, positions."""
     found: dict[tuple[torch.dtype, Any], list[int]] = defaultdict(list)
     for i, x in enumerate(xs):
         if x.numel():

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from lowering.formats import FP8_MAX
 from lowering.triton import ahead
+from lowering.triton.ahead import Described
 from lowering.triton.assembler import choose
 
 #: Hashes of variants that were launched in a trial.
@@ -69,15 +70,6 @@ def _try(
     _TRIED.update(kernel.hash for kernel in launched)
 
 
-class TrialTensor(NamedTuple):
-    """The properties of a tensor that its trial needs."""
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int  # Elements from a multiple of 16 bytes to its first element.
-
-
 def small_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
     """The arguments of a call with small random tensors instead of its own. Of a list, two matrices of each kind are kept, and
     two of a batch: as many as tell several from one."""
@@ -108,7 +100,7 @@ def small_size(size: int) -> int:
     return min(blocks, 4 if blocks % 4 == 0 else 2) * 128 + rest
 
 
-def small_layout(x: torch.Tensor, is_in_list: bool = False) -> TrialTensor:
+def small_layout(x: torch.Tensor, is_in_list: bool = False) -> Described:
     """A small one for which Triton compiles what it compiles for x. It is of `small_size`, its strides keep their order and
     what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by. is_in_list: x is a
     matrix, a batch, or the scale of one. The matrices of a batch are a dimension of the grid: nothing is compiled for their
@@ -123,12 +115,12 @@ def small_layout(x: torch.Tensor, is_in_list: bool = False) -> TrialTensor:
         stride = x.stride(d)
         strides[d] = stride if stride < 2 else max(extent, 1) + (stride - max(extent, 1)) % 16
         extent = max(extent, 1 + sum(s * max(size - 1, 0) for s, size in zip(strides, sizes, strict=True)))
-    return TrialTensor(x.dtype, tuple(sizes), tuple(strides), x.data_ptr() % 16 // x.element_size())
+    return Described(tuple(sizes), tuple(strides), x.dtype, x.data_ptr() % 16 // x.element_size())
 
 
-def filled(layout: TrialTensor, generator: torch.Generator) -> torch.Tensor:
+def filled(layout: Described, generator: torch.Generator) -> torch.Tensor:
     """A tensor of random elements, where the generator is."""
-    dtype, sizes, strides, offset = layout
+    sizes, strides, dtype, offset = layout.size, layout.stride, layout.dtype, layout.misalignment
     extent = 1 + sum(stride * max(size - 1, 0) for stride, size in zip(strides, sizes, strict=True))
     values = torch.randn(extent + offset + 1, generator=generator, device=generator.device)
     if len(sizes) < 2:

@@ -23,7 +23,7 @@ from fp8pass import (
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path
-from fp8pass.inputs import USUAL, MonitorSpec, StatisticsInput
+from fp8pass.inputs import STATISTICS, USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.runner import without
 from fp8pass.runtime import cache_key
@@ -137,7 +137,7 @@ INPUT = {
 }
 SHARDED = {"num_ranks": 4, "rows": 4, "elements": 128, "ranks": "others", "obstacle": Reason(ReasonKind.SHARDED, "x")}
 EXTRA = {
-    "key": StatisticsInput(True),
+    "key": STATISTICS[1],
     "name": "other",
     "shape": (7,),
     "dtype": torch.float64,

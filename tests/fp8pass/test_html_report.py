@@ -163,7 +163,7 @@ def test_the_picture_marks_fp8(compiled):
             assert not any(r == row and left < other < right for r, other, _ in places)
         # Lines that pass rows bend between their boxes, and begin and end at boxes.
         curve = r"M(-?\d+) (-?\d+)C-?\d+ -?\d+ -?\d+ -?\d+ (-?\d+) (-?\d+)"
-        lines = [[tuple(map(int, c)) for c in re.findall(curve, line.path)] for line in picture.lines]
+        lines = [[tuple(map(int, c)) for c in re.findall(curve, path)] for path, _ in picture.lines]
         assert any(len(curves) > 1 for curves in lines)
         ends = {(round(b.x), round(b.y) + down) for b in picture.boxes for down in (0, 34)}
         for curves in lines:

@@ -129,8 +129,7 @@ class CompressedTensors:
     def config(
         self, schemes: Mapping[StoredScheme, Collection[str]], kept: Collection[str], head: str | None = None
     ) -> dict[str, Any]:
-        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision; head: the module
-        that makes the logits."""
+        """`quantization_config`. schemes: their modules; kept: those in high precision; head: the one that makes the logits."""
         kinds: dict[ScaleKind, list[str]] = {}
         for scheme, modules in schemes.items():
             kinds.setdefault(scheme.kind, []).extend(modules)
@@ -176,8 +175,7 @@ def _compressor(kind: ScaleKind) -> str:
 
 
 def _quantization_args(kind: ScaleKind, *, of_input: bool) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs: its presets FP8, FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the one for TENSOR, which
-    has no name there."""
+    """compressed-tensors' QuantizationArgs: presets FP8, FP8_DYNAMIC, FP8_BLOCK, MXFP8, and one without a name for TENSOR."""
     args: dict[ScaleKind, tuple[dict[str, Any], dict[str, Any]]] = {
         ScaleKind.STATIC: ({"strategy": "tensor"}, {"strategy": "tensor"}),
         ScaleKind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),

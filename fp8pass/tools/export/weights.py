@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8pass.graph.origin import TensorName
 from fp8pass.recipes import Quantization, Recipe
-from fp8pass.rewrite.report import OperandRecord, WeightRecord
+from fp8pass.rewrite.report import WeightRecord
 from fp8pass.runtime.instances import Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.session import CompiledGraph, Part, Session
 from fp8pass.scales.store import DelayedStore
@@ -103,21 +104,22 @@ def _read(
         return f"shape: its GEMM reads {list(record.shape)} of its {list(parameter.shape)}, a shard or a reshape"
     if record.is_turned:
         return f"layout: it is stored as {list(parameter.shape)}, inputs first; the formats hold [outputs, inputs]"
-    weight, other, recipe = record.weight, record.input_operand, record.recipe
-    assert weight is not None
-    assert other is not None
+    recipe = record.recipe
+    assert record.weight is not None
+    assert record.input_operand is not None
     assert recipe is not None
+    (weight, weight_name), (other, other_name) = record.weight, record.input_operand
     if None in others:
         return "scales: it shares its scale with a weight that is not a Parameter"
 
-    def state(operand: OperandRecord) -> FromState | None:
-        if operand.state_name is None:
+    def state(name: TensorName | None) -> FromState | None:
+        if name is None:
             return None
         store = next(s for s in session.stores if s.recipe == recipe and s.device == compiled.device)
-        return FromState(store, str(session.stores.name_under(store.recipe, placement.name_tensor(operand.state_name))))
+        return FromState(store, str(session.stores.name_under(store.recipe, placement.name_tensor(name))))
 
     fused = tuple(name for name in others if name is not None)
-    return Fp8Weight(weight.quantization, other.quantization, recipe, record.dtype, state(weight), state(other), fused)
+    return Fp8Weight(weight, other, recipe, record.dtype, state(weight_name), state(other_name), fused)
 
 
 def _one(reads: Sequence[Fp8Weight | str], is_embedding: bool) -> Fp8Weight | str:

@@ -250,8 +250,7 @@ def _numbers(name: str, values: Mapping[str, float], unit: str = "", is_linear: 
 
 
 def _state_of(state: Fp8State | None) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Per tensor of delayed scaling its amaxes, from the oldest to the newest, and its scales: one per matrix of a batch, of
-    whose amaxes the largest counts."""
+    """Per tensor of delayed scaling its amaxes, the oldest first, and scales: of a batch those of its matrices."""
     amaxes: dict[str, list[float]] = {}
     scales: dict[str, list[float]] = {}
     for name in state.tensors if state is not None else ():

@@ -57,27 +57,19 @@ class Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """An edge as SVG's path."""
-
-    path: str
-    is_fp8: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Picture:
     """The boxes and edges of one layer, placed."""
 
     title: str
     boxes: list[Box]
-    lines: list[Line]
+    lines: list[tuple[str, bool]]  # An edge as SVG's path, and whether it carries FP8.
     width: int
     height: int
 
     @property
     def num_fp8(self) -> int:
         """Edges that carry FP8."""
-        return sum(line.is_fp8 for line in self.lines)
+        return sum(is_fp8 for _, is_fp8 in self.lines)
 
 
 def layer_of(gemms: Iterable[GemmRecord]) -> str:
@@ -290,7 +282,7 @@ def _placed(title: str, boxes: list[Box], edges: dict[tuple[Box, Box], bool]) ->
     for box in placed:
         box.x += 8 - left
     width = max(box.x + box.width / 2 for box in placed) + 8
-    lines = [Line("".join(_curve(*pair) for pair in itertools.pairwise(chain)), is_fp8) for chain, is_fp8 in chains]
+    lines = [("".join(_curve(*pair) for pair in itertools.pairwise(chain)), is_fp8) for chain, is_fp8 in chains]
     return Picture(title, boxes, lines, round(width), (max(rows) + 1) * _ROW - _ROW + _HEIGHT + 8)
 
 

@@ -555,8 +555,7 @@ LARGEST = 5  # Values that are named in the text, of those that are not saved in
 
 
 def left(values: Iterable[SavedRecord]) -> list[tuple[str, str, str, str, int, str]]:
-    """The values that are not saved in FP8, equal layers in one row, the largest first: module, operation, shape, dtype, bytes
-    of all layers, reason."""
+    """The values that are not saved in FP8, equal layers in one row, the largest first, with bytes of all layers and reason."""
     groups: dict[tuple[str, ...], list[SavedRecord]] = {}
     for value in values:
         is_left = not value.quantized and not value.dtype.startswith("float8")
@@ -678,8 +677,7 @@ def _speedups(gemms: list[GemmRecord]) -> str:
 
 
 def _narrow(rows: Iterable[list[str]]) -> Table:
-    """The table without a frame and with short cells, of which only paths, roles and formats are folded; a note says enough of
-    high precision."""
+    """The table without a frame, with short cells: paths, roles and formats are folded, a note stands for high precision."""
     columns = {c.replace(" x ", "x"): {"no_wrap": c not in ("module", "role", "formats")} for c in COLUMNS[:-1]}
     cells = [
         (module, role, shape.replace(" x ", "x"), recipe, "-" if note else formats.replace(" x ", "x"), speedup, note)
