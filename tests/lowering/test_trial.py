@@ -151,7 +151,7 @@ def test_small_tensors_keep_what_the_others_share():
         assert [s == 0 for s in small.stride()] == [s == 0 for s in x.stride()]
         assert [s % 128 for s in small.shape[-2:]] == [s % 128 for s in x.shape[-2:]] or x.dim() == 1
         assert max(small.shape, default=1) <= 2175
-    assert small_layout(aligned(300, 700).t()).strides[0] == 1
+    assert small_layout(aligned(300, 700).t()).stride[0] == 1
 
 
 def large_calls() -> dict[str, tuple[str, tuple, dict]]:
