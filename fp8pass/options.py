@@ -8,7 +8,7 @@ and the place that reads it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, get_args
 
@@ -159,7 +159,11 @@ class CompileOptions:
         if self.saved_activations is None:
             if not every[0].has_gemms:
                 raise OptionError("recipe=None leaves nothing to do; name a recipe, or add saved_activations='fp8'")
-            check_saved_rules(every, None)
+            named = next((rule.pattern for rules in every for rule in rules.rules if rule.role == SAVED), None)
+            if named is not None:
+                raise RuleError(
+                    f"the rule {named!r} is for saved values, and none is saved in FP8: add saved_activations='fp8'"
+                )
         else:
             refuse_torch_pass(self.patches)
         if self.match is not None and self.recipe is None:
@@ -206,13 +210,6 @@ def _advice(name: object) -> str:
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
-
-
-def check_saved_rules(every: Iterable[Rules], saved_activations: str | None) -> None:
-    """Raise RuleError for rules with the role `saved` where nothing is saved in FP8."""
-    named = next((rule.pattern for rules in every for rule in rules.rules if rule.role == SAVED), None)
-    if named is not None and saved_activations is None:
-        raise RuleError(f"the rule {named!r} is for saved values, and none is saved in FP8: add saved_activations='fp8'")
 
 
 def refuse_torch_pass(patches: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ class Operation(Generic[P, R]):
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
         self._checks = [self._with_places(check, "check") for check in checks]
         self._providers: list[tuple[Callable[[torch.device], bool], Callable[[], Callable[..., Any]]]] = []
-        """What tells the devices of a provider, and what returns it, which imports it at the first call."""
+        """Per provider a test for its devices, and a function that returns it, which the first call imports."""
         self._require_known(indexed, "`indexed`")
         self.indexed = {name: self._positions[name] for name in indexed}  # Position of each indexed argument.
         self.index_names = frozenset(f"{name}_index" for name in indexed)  # The names of the arguments that hold positions.

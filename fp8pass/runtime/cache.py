@@ -185,7 +185,11 @@ def compiled(
             return function
         record = next((record for record in reversed(arrived) if record.key == tried), None)
         if record is not None and not record.obstacle:
-            return _restored(graph, record, function)
+            rewrite, summary, trains = loaded(record.content, graph)
+            assert isinstance(rewrite, Rewrite)
+            assert isinstance(summary, Summary)
+            graph.rewrite, graph.summary, graph.trains, graph.cache = rewrite, summary, trains, HIT
+            return function
         if record is not None:
             why = record.obstacle
             break
@@ -231,11 +235,3 @@ def _why_bypassed(module: fx.GraphModule) -> str:
         except autograd_cache.BypassAOTAutogradCache as reason:
             return f"torch caches no such graph: {' '.join(str(reason).split())}"
     return 'torch caches no such graph: TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" says why'
-
-
-def _restored(graph: CompiledGraph, record: Record, function: Callable[..., Any]) -> Callable[..., Any]:
-    rewrite, summary, trains = loaded(record.content, graph)
-    assert isinstance(rewrite, Rewrite)
-    assert isinstance(summary, Summary)
-    graph.rewrite, graph.summary, graph.trains, graph.cache = rewrite, summary, trains, HIT
-    return function

@@ -55,7 +55,16 @@ def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> 
         if eager:
             _tell_of_modules(session, eager)
     elif not torch._dynamo.config.disable and (session.options.strict or "eager call" not in session.seen.warned):
-        _tell_of_call(session)
+        # A call in which no compiled graph ran.
+        session.seen.warned.add("eager call")
+        cause = _cause(session.root())
+        session.seen.eager_call = session.seen.eager_call or cause or "torch.compile fell back to eager execution"
+        tell(
+            "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision."
+            f" {_USUAL_CAUSES if cause is None else f'The cause: {cause}'}",
+            Fp8FallbackWarning,
+            strict=session.options.strict,
+        )
     if not in_backward():  # a recomputation
         _tell_of_decisions(session)
 
@@ -186,19 +195,6 @@ def _hooks_of_fsdp(root: nn.Module | None) -> str:
     return (
         ". fully_shard breaks the graph around every module that it wraps: to compile a layer between them, such as the head,"
         " make it part of a class of your own and wrap that, too"
-    )
-
-
-def _tell_of_call(session: Session) -> None:
-    """Warn of a call in which no compiled graph ran, or raise StrictError."""
-    session.seen.warned.add("eager call")
-    cause = _cause(session.root())
-    session.seen.eager_call = session.seen.eager_call or cause or "torch.compile fell back to eager execution"
-    tell(
-        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision."
-        f" {_USUAL_CAUSES if cause is None else f'The cause: {cause}'}",
-        Fp8FallbackWarning,
-        strict=session.options.strict,
     )
 
 

@@ -89,7 +89,16 @@ class AmaxReduction:
         reduces. Raises AmaxReductionError on every rank if ranks quantize different tensors, and torch.distributed's errors as
         they are; no store is changed then."""
         stores = [s for s in stores if s.recipe.reduce_amax]
-        layout = self._layout_for(stores)
+        known = (self.recipes, *((id(s), len(s), s.layout) for s in stores))  # names are only ever appended
+        if self._layout is None or self._layout_of != known:
+            limits = {
+                (self.recipes.index(store.recipe), name): (limits[store.column(name)], store.entries(name))
+                for store in stores
+                for limits in [store.fp8_max.tolist()]
+                for name in store.names
+            }
+            self._layout, self._layout_of = self._make_layout(stores, limits), known
+        layout = self._layout
         if self._agreed_so_far() and defers(stores[-1].device):
             self._run_deferred(layout, stores)
             return
@@ -137,18 +146,6 @@ class AmaxReduction:
         self._verdict, self._may_defer = (on_host, event), True
 
     # -- the message
-
-    def _layout_for(self, stores: Sequence[DelayedStore]) -> _Layout:
-        known = (self.recipes, *((id(s), len(s), s.layout) for s in stores))  # names are only ever appended
-        if self._layout is None or self._layout_of != known:
-            limits = {
-                (self.recipes.index(store.recipe), name): (limits[store.column(name)], store.entries(name))
-                for store in stores
-                for limits in [store.fp8_max.tolist()]
-                for name in store.names
-            }
-            self._layout, self._layout_of = self._make_layout(stores, limits), known
-        return self._layout
 
     def _make_layout(self, stores: Sequence[DelayedStore], limits: Limits) -> _Layout:
         keys = tuple(sorted(limits))

@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "rewrite/apply.py",
         "fp8pass/test_activation_checkpointing.py -k budget",
-        ("GEMMs may be recomputed", "            never_recompute(gemm)\n", "            pass\n"),
+        ("GEMMs may be recomputed", "            never_recompute(out)\n", "            pass\n"),
     ),
     *_of(
         "rewrite/apply.py",

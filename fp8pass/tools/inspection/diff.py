@@ -101,7 +101,18 @@ def compare(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[
             else:
                 causes = tuple(_causes(x, y, a, b))
                 changes.append(Change(module=place[0], role=place[1], before=x, after=y, causes=causes))
-    return Difference(changes, left_a, left_b, len(same), sum(same), _settings(a, b))
+    lines = [f"Rule {p!r} is only in the first." for p in a["rules"] if p not in b["rules"]]
+    lines += [f"Rule {p!r} is only in the second." for p in b["rules"] if p not in a["rules"]]
+    lines += [
+        f"Rule {p!r}: {a['rules'][p]} -> {b['rules'][p]}."
+        for p in a["rules"]
+        if p in b["rules"] and a["rules"][p] != b["rules"][p]
+    ]
+    if list(a["rules"]) != list(b["rules"]) and sorted(a["rules"]) == sorted(b["rules"]):
+        lines.append("The rules are in another order.")
+    for one, other in ((a["options"], b["options"]), (a["versions"], b["versions"])):
+        lines += [f"{c}." for name in dict.fromkeys((*one, *other)) if (c := _changed(name, one, other))]
+    return Difference(changes, left_a, left_b, len(same), sum(same), lines)
 
 
 def _side(given: Inspection | Mapping[str, Any], which: str) -> Decisions:
@@ -183,21 +194,6 @@ def _changed(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 def _quoted(pattern: str | None) -> str:
     return "none" if pattern is None else repr(pattern)
-
-
-def _settings(a: Decisions, b: Decisions) -> list[str]:
-    lines = [f"Rule {p!r} is only in the first." for p in a["rules"] if p not in b["rules"]]
-    lines += [f"Rule {p!r} is only in the second." for p in b["rules"] if p not in a["rules"]]
-    lines += [
-        f"Rule {p!r}: {a['rules'][p]} -> {b['rules'][p]}."
-        for p in a["rules"]
-        if p in b["rules"] and a["rules"][p] != b["rules"][p]
-    ]
-    if list(a["rules"]) != list(b["rules"]) and sorted(a["rules"]) == sorted(b["rules"]):
-        lines.append("The rules are in another order.")
-    for one, other in ((a["options"], b["options"]), (a["versions"], b["versions"])):
-        lines += [f"{c}." for name in dict.fromkeys((*one, *other)) if (c := _changed(name, one, other))]
-    return lines
 
 
 def _rows(changes: Iterable[Change]) -> list[list[str]]:

@@ -79,9 +79,12 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
     heat_maps = _heat_maps(inspection.gemms, amaxes, scales, numbers)
     values = [value for graph in inspection.graphs for value in graph.saved if value.bytes_before]
     largest = max(inspection.graphs, key=lambda graph: (graph.trains, len(graph.gemms)), default=None)
+    uses_of_cache: dict[str, list[str]] = {}
+    for graph, use in inspection.cache.items():
+        uses_of_cache.setdefault(use, []).append(graph)
     return template.render(
         facts=_facts(inspection),
-        cache=_uses_of_cache(inspection),
+        cache=uses_of_cache,
         remarks=inspection.remarks(),
         saved=_saved(inspection),
         saved_values=sorted(values, key=lambda v: -v.bytes_before if isinstance(v.bytes_before, int) else 0),
@@ -136,14 +139,6 @@ def _bytes(count: int) -> str:
         return f"{count} B"
     power = min(int(math.log10(count) / 3), 4)
     return f"{count / 1000**power:.1f} {' kMGT'[power]}B"
-
-
-def _uses_of_cache(inspection: Inspection) -> dict[str, list[str]]:
-    """Each use of torch's compile cache, with its graphs."""
-    found: dict[str, list[str]] = {}
-    for graph, use in inspection.cache.items():
-        found.setdefault(use, []).append(graph)
-    return found
 
 
 def _saved(inspection: Inspection) -> list[tuple[str, str, float]]:

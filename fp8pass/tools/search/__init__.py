@@ -1,6 +1,5 @@
 """Searches for the GEMMs that FP8 hurts, as rules: by measuring effects on the loss, or by the structure of a model."""
 
-from fp8pass.tools.search.blocks import last_blocks
-from fp8pass.tools.search.suggest import suggest_rules
+from fp8pass.tools.search.suggest import last_blocks, suggest_rules
 
 __all__ = ["last_blocks", "suggest_rules"]
