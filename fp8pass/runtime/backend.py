@@ -8,13 +8,20 @@ import functools
 import gc
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.output_code import OutputCode
+from torch._subclasses import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
 
 from fp8pass.errors import OptionError, UnsupportedDeviceError, UnsupportedError
 from fp8pass.graph.gemms import GraphContext
@@ -30,7 +37,6 @@ from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
-from fp8pass.runtime.eager_code import EagerCode, refuse_batches
 from fp8pass.runtime.frame import Frame
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.words import Uncacheable
@@ -405,4 +411,68 @@ def refuse_nan_asserts(graph: fx.Graph, patches: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"Inductor's option nan_asserts checks every tensor for inf, and torch has no isinf for {held.meta['val'].dtype}:"
             f" leave nan_asserts off; torch.autograd.set_detect_anomaly(True) and fp8pass.monitor(compiled) find NaN and inf"
+        )
+
+
+# -- partitioned graphs that run as they are, without generated code, in a form that AOTAutograd's cache keeps whole
+
+
+@dataclasses.dataclass
+class EagerCode(OutputCode):
+    """A forward, a backward or an inference graph, called with a list of its arguments, which it may empty."""
+
+    graph: fx.GraphModule | None
+    is_backward: bool = False
+    stored: bytes | None = None  # The graph in an entry of the cache.
+
+    def __post_init__(self) -> None:
+        self._boxed_call = True
+        self._take_lists()
+
+    def _take_lists(self) -> None:
+        assert self.graph is not None
+        self.graph.graph.set_codegen(_BoxedCodeGen())
+        self.graph.recompile()
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self.graph is not None
+        if self.is_backward:
+            refuse_batches(inputs)
+        return self.graph.forward(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Store the graph. Torch calls it on a copy."""
+        assert self.graph is not None
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(self.graph.graph, {}))
+        for node in copy.nodes:
+            node.meta = {}
+        try:
+            self.stored = GraphPickler.dumps(fx.GraphModule(self.graph, copy), PicklerOptions(ops_filter=None))
+        except Exception as error:
+            raise BypassAOTAutogradCache(f"a graph without code cannot be pickled: {error}") from error
+        self.graph = None
+
+    def post_compile(self, *args: Any, **options: Any) -> None:
+        """Restore the graph, where it comes from the cache."""
+        if self.graph is None:
+            assert self.stored is not None
+            loaded = GraphPickler.loads(self.stored, FakeTensorMode(shape_env=ShapeEnv()))
+            assert isinstance(loaded, fx.GraphModule)
+            self.graph, self.stored = loaded, None
+            self._take_lists()
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Nothing was generated."""
+
+
+def refuse_batches(args: Iterable[Any]) -> None:
+    """Raise UnsupportedError where a gradient is a batch of gradients, under vmap."""
+    functorch = torch._C._functorch
+    is_batch = getattr(functorch, "is_legacy_batchedtensor", functorch.is_batchedtensor)
+    if any(type(a) is torch.Tensor and is_batch(a) for a in args):
+        raise UnsupportedError(
+            "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
+            " and torch.autograd.functional.jacobian(vectorize=True) ask for it. Call the compiled model and"
+            " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
         )

@@ -26,8 +26,7 @@ from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, SAVED, Rules
-from fp8pass.runtime.boundary import Passes
-from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
+from fp8pass.runtime.clock import ManualSteps, Passes, StepClock, is_dry
 from fp8pass.runtime.eager import Call, EagerRuns, may_compile
 from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import JoinGuard, RankComparison, words_of
@@ -272,7 +271,7 @@ class Session:
         end_steps([self])
 
     def end_due_step(self) -> None:
-        """End the step as a forward begins, and those of others that are over: NOTE [shared boundaries] in `boundary.py`."""
+        """End the step as a forward begins, and those of others that are over: NOTE [shared boundaries] in `clock.py`."""
         over = [] if self.clock.must_agree or not self.passes.are_over else [s for s in self._peers if s.passes.are_over]
         others = [s for s in over if s is not self and not s.clock.must_agree]
         due = [s for s in others if s.clock.is_step_pending and s.clock.ends_as(self.clock) and s.passes.follow(self.passes)]

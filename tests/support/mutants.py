@@ -147,7 +147,7 @@ MUTANTS: list[Mutant] = [
         ("staged amaxes of others enter the history", "        row.zero_()\n", "        pass\n"),
     ),
     *_of(
-        "runtime/boundary.py",
+        "runtime/clock.py",
         "fp8pass/test_shared_boundaries.py",
         ("a kept graph is over", " or torch._C._autograd._get_current_graph_task_keep_graph()", ""),
         ("two models are one", "self.last_forward > other.last_forward and ", ""),
