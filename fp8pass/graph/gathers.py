@@ -228,7 +228,12 @@ def equal_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     followed: set[fx.Node] = set()
-    padded = _before_gathers(graph)
+    # Paddings and moves, in chains that end in a gather.
+    padded: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_read = any(n in padded or n.target is c10d.all_gather_into_tensor.default for n in node.users)
+        if is_read and (node.target is aten.constant_pad_nd.default or node.target in MOVES):
+            padded.add(node)
     for node in graph.nodes:
         starts = node.target is c10d.all_gather_into_tensor.default
         follows = node.target is c10d.wait_tensor.default or node.target in MOVES
@@ -242,16 +247,6 @@ def equal_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if known is not node:
             same[node] = known
     return same
-
-
-def _before_gathers(graph: fx.Graph) -> set[fx.Node]:
-    """Paddings and moves, in chains that end in a gather."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        is_read = any(n in found or n.target is c10d.all_gather_into_tensor.default for n in node.users)
-        if is_read and (node.target is aten.constant_pad_nd.default or node.target in MOVES):
-            found.add(node)
-    return found
 
 
 def _hashable(value: Any) -> Any:

@@ -70,7 +70,9 @@ class ModuleNames:
         root = self._root()
         if root is None:
             return Placement({v: {"": self._numbered(v, held[0][1])} for v, held in by_variable.items()}, False)
-        known = _names_by_identity(root)
+        known: dict[int, list[str]] = {}
+        for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
+            known.setdefault(id(tensor), []).append(name)
         return Placement({v: _places(v, held, known) for v, held in by_variable.items()}, True, wrapper_paths(root))
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
@@ -80,13 +82,6 @@ class ModuleNames:
             known = len(seen)
             seen.append(Seen(tensor, None))
         return f"{variable}#{known}" if known else variable
-
-
-def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:
-    known: dict[int, list[str]] = {}
-    for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
-        known.setdefault(id(tensor), []).append(name)
-    return known
 
 
 def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:

@@ -154,20 +154,15 @@ def _session_on(context: Any, owner: Any) -> Session | None:
         given, dynamic = wrapper.kwargs, wrapper.dynamic
     else:
         return None
-    session = _prepared_session(owner, given)
+    parts = owner.modules() if isinstance(owner, nn.Module) else ()  # a wrapper such as CheckpointWrapper was not prepared
+    session = next((s for module in parts if (s := session_of(module)) is not None and s.clock.at_graphs), None)
+    if session is not None and given:
+        raise OptionError(f"the model was prepared with options, and torch.compile has {given!r}; give them in one place")
     if session is None:
         options = CompileOptions.named(given.get("mode"), given.get("options"), dynamic)
         session = Session(owner, options, steps_at_graphs=True)
     setattr(context, _SESSION, session)
     context.enter_exit_hooks.append(functools.partial(enter, session, Siblings(owner)))
-    return session
-
-
-def _prepared_session(owner: Any, given: dict[str, Any]) -> Session | None:
-    parts = owner.modules() if isinstance(owner, nn.Module) else ()  # a wrapper such as CheckpointWrapper was not prepared
-    session = next((s for module in parts if (s := session_of(module)) is not None and s.clock.at_graphs), None)
-    if session is not None and given:
-        raise OptionError(f"the model was prepared with options, and torch.compile has {given!r}; give them in one place")
     return session
 
 

@@ -161,7 +161,12 @@ class Stores(InputProvider):
             # Experts were added or removed: which, their scales do not tell.
             changed = [name for name, count in counts.items() if name in store and store.entries(name) != count]
             _check_restored(store, names)
-            _check_formats(store, tensors)
+            for name, limit in tensors:
+                if name in store.restored and (held := float(store.fp8_max[store.column(name)])) != limit:
+                    raise CheckpointMismatchError(
+                        f"the loaded state does not fit this recipe: {name} was saved with fp8_max {held:g} and has"
+                        f" {limit:g} here; use the same fp8_format"
+                    )
             for name in changed:
                 if name in store.restored:
                     raise CheckpointMismatchError(
@@ -203,15 +208,6 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
             f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it was saved by another model"
             f" or with other rules. Load the state of the same model and rules, or none"
         )
-
-
-def _check_formats(store: DelayedStore, tensors: Sequence[tuple[str, float]]) -> None:
-    for name, limit in tensors:
-        if name in store.restored and (held := float(store.fp8_max[store.column(name)])) != limit:
-            raise CheckpointMismatchError(
-                f"the loaded state does not fit this recipe: {name} was saved with fp8_max {held:g} and has {limit:g} here; use"
-                f" the same fp8_format"
-            )
 
 
 Scales = dict[DelayedStore, torch.Tensor]  # Per store the scales [capacity] of a call.

@@ -70,7 +70,12 @@ def estimate_model(
     target = device if isinstance(device, Device) else device_called(device)
     recipes = _recipes(recipe)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = fake_model(model, mode)
+    # A copy of the model, wherever its tensors are, the meta device included; tied ones remain tied.
+    own = ("_parameters", "_buffers", "_modules")
+    plain = tree_leaves([[v for name, v in vars(m).items() if name not in own] for m in model.modules()])
+    tensors = [*model.parameters(), *model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
+    memo = {id(tensor): fake(tensor, mode) for tensor in tensors}
+    model = copy.deepcopy(model, memo)
     compile_options = {name: CompileOptions(recipe=r, backend="aot_eager", **options) for name, r in recipes.items()}
     compile_options[_BASELINE] = CompileOptions(rules={"*": None}, backend="aot_eager")
     tracer = _Tracer(model, mode, {name: Session(model, each) for name, each in compile_options.items()}, target)
@@ -156,7 +161,12 @@ class _Tracer:
         gm = without_regions(gm)
         reduced = copied(gm)
         kept = cut_repeats(reduced.graph)
-        positions = _erase_unused(reduced.graph, gm.graph)
+        # Inputs that only removed layers read are erased.
+        placeholders = list(zip(reduced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True))
+        positions = [i for i, (node, before) in enumerate(placeholders) if node.users or not before.users]
+        for i, (node, _) in enumerate(placeholders):
+            if i not in positions:
+                reduced.graph.erase_node(node)
         keep_attention_whole(reduced)
         inputs, examples = tuple(inputs[i] for i in positions), [examples[i] for i in positions]
         extra = {
@@ -215,16 +225,6 @@ class _Tracer:
         if partition is not None:
             saved = _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept, rules, context)
         return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, *saved
-
-
-def _erase_unused(graph: fx.Graph, whole: fx.Graph) -> list[int]:
-    """Erase the inputs that only removed layers read; the positions of the others."""
-    placeholders = list(zip(graph.find_nodes(op="placeholder"), whole.find_nodes(op="placeholder"), strict=True))
-    positions = [i for i, (node, before) in enumerate(placeholders) if node.users or not before.users]
-    for i, (node, _) in enumerate(placeholders):
-        if i not in positions:
-            graph.erase_node(node)
-    return positions
 
 
 def _aot(module: fx.GraphModule, examples: list[Any], estimate: Callable[..., None]) -> None:
@@ -291,15 +291,6 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_() if tensor.requires_grad else made
-
-
-def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model, wherever its tensors are, the meta device included; tied ones remain tied."""
-    own = ("_parameters", "_buffers", "_modules")
-    plain = tree_leaves([[v for name, v in vars(m).items() if name not in own] for m in model.modules()])
-    tensors = [*model.parameters(), *model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
-    memo = {id(tensor): fake(tensor, mode) for tensor in tensors}
-    return copy.deepcopy(model, memo)
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:

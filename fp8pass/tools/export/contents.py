@@ -216,7 +216,12 @@ def _split(
         for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
             kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, and this weight another"
             del stored[s.name]
-    _keep_whole_experts(stored, kept)
+    # Loaders convert all weights of the experts of a layer, or none.
+    for s in [s for s in stored.values() if s.parameter.dim() == 3]:
+        other = next((n for n in kept if _module(n) == _module(s.name)), None)
+        if other is not None and s.in_experts:
+            kept[s.name] = f"experts: {other} is kept in high precision"
+            del stored[s.name]
     return stored, kept
 
 
@@ -276,15 +281,6 @@ def _obstacle(
         if (reason := fmt.obstacle(scheme, count, columns, piece.matrix is not None)) is not None:
             return reason
     return None
-
-
-def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None:
-    """Loaders convert all weights of the experts of a layer, or none."""
-    for s in [s for s in stored.values() if s.parameter.dim() == 3]:
-        other = next((n for n in kept if _module(n) == _module(s.name)), None)
-        if other is not None and s.in_experts:
-            kept[s.name] = f"experts: {other} is kept in high precision"
-            del stored[s.name]
 
 
 def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], converted: set[str]) -> list[str]:

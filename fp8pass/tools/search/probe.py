@@ -322,7 +322,14 @@ class _Runner(fx.Interpreter):
             return result  # not a GEMM, or a forward one that backward computes again
         operands = [self.env[o] if isinstance(o, fx.Node) else o for o in operands_of(n)]
         if not self.is_backward:
-            self._keep(number, operands)
+            probe = self.owner.probe
+            for i, operand in enumerate(operands):
+                place = (self.call.index, number, i)
+                if probe.keeps_operands:
+                    probe.kept[place] = operand.to("cpu", torch.float32, copy=True)
+                elif probe.gradient_scale and place in probe.kept:
+                    change = probe.kept.pop(place) - operand.to("cpu", torch.float32)
+                    self.call.tangents[number, i] = change / probe.step_size
         return self._measured(n, number, gemm, operands, result)
 
     def _saved(self, saved: _Rounded, x: torch.Tensor) -> torch.Tensor:
@@ -332,17 +339,6 @@ class _Runner(fx.Interpreter):
         if probe.outputs:
             probe.saved[key] += saved.bytes_taken
         return saved(x) if probe.toggled == key else x
-
-    def _keep(self, number: int, operands: Sequence[torch.Tensor]) -> None:
-        """The operands of a forward GEMM, or how much they change along the gradient."""
-        probe = self.owner.probe
-        for i, operand in enumerate(operands):
-            place = (self.call.index, number, i)
-            if probe.keeps_operands:
-                probe.kept[place] = operand.to("cpu", torch.float32, copy=True)
-            elif probe.gradient_scale and place in probe.kept:
-                change = probe.kept.pop(place) - operand.to("cpu", torch.float32)
-                self.call.tangents[number, i] = change / probe.step_size
 
     def _measured(self, n: fx.Node, number: int, gemm: Probed, operands: Sequence[torch.Tensor], result: Any) -> Any:
         probe = self.owner.probe
