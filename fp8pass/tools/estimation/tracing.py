@@ -71,8 +71,8 @@ def estimate_model(
     recipes = _recipes(recipe)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # A copy of the model, wherever its tensors are, the meta device included; tied ones remain tied.
-    own = ("_parameters", "_buffers", "_modules")
-    plain = tree_leaves([[v for name, v in vars(m).items() if name not in own] for m in model.modules()])
+    registered = ("_parameters", "_buffers", "_modules")
+    plain = tree_leaves([[v for name, v in vars(m).items() if name not in registered] for m in model.modules()])
     tensors = [*model.parameters(), *model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
     memo = {id(tensor): fake(tensor, mode) for tensor in tensors}
     model = copy.deepcopy(model, memo)
