@@ -133,8 +133,7 @@ class Placed:
 class BoundInputs:
     """The inputs of one provider for one graph and module instance."""
 
-    is_read: bool = True
-    """The graph reads any of them. Where none of any provider are read, they have no content and no step ends."""
+    is_read: bool = True  # The graph reads any of them. Where none of any provider is read, they are empty and no step ends.
     identity: Hashable = None
     """Equal for graphs of one module that read the same things: a recomputation finds its first run by it. None if it tells
     nothing of the module."""

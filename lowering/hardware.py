@@ -143,8 +143,7 @@ class Gemm:
     m: Any = None  # Sizes. None or symbolic: unknown, and not checked.
     n: Any = None
     k: Any = None
-    is_grouped: bool = False
-    """True if it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
+    is_grouped: bool = False  # One GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group.
     num_groups: Any = None  # The number of groups of a grouped one.
 
     @property

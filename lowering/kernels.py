@@ -304,8 +304,7 @@ def quantization_statistics(
         return [vector for side in sides for vector in _measured(x, how, places[side], {side: factors[side]})]
 
 
-_Given = tuple[torch.Tensor, torch.Tensor, int] | None
-"""Scales, their reciprocals, and the step from one matrix or group to the next; None where they are of blocks."""
+_Given = tuple[torch.Tensor, torch.Tensor, int] | None  # Scales, their reciprocals, the step between matrices; None of blocks.
 
 
 def _valid(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | None) -> _Rows:

@@ -48,8 +48,7 @@ class Trial(Generic[Gemm, Kind]):
     ) -> None:
         self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
         self.tried: dict[Kind, bool] = {}  # Kind -> True if the library is used.
-        self.reasons: dict[Kind, str] = {}
-        """Why it did not compute the last GEMM of a kind that it was asked for and did not take."""
+        self.reasons: dict[Kind, str] = {}  # Why it did not compute the last GEMM of a kind that it was asked for.
 
     def refuse(self, gemm: Gemm, reason: str) -> None:
         """Remember why the library does not compute a GEMM."""

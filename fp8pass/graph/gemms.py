@@ -296,13 +296,10 @@ class GraphContext:
     inputs: tuple[GraphInput, ...]
     name_module: Callable[[Path], str]  # From a path below a variable of the frame to the path in the user's model.
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
-    shares_scales: Callable[[Any], bool] = lambda group: True
-    """Delayed scaling has equal scales on all ranks of a collective's group."""
-    index_of: Callable[[fx.Node], int | None] = input_index
-    """A placeholder's position among `inputs`; None for one that is not described there."""
+    shares_scales: Callable[[Any], bool] = lambda group: True  # Delayed scaling has equal scales on all ranks of the group.
+    index_of: Callable[[fx.Node], int | None] = input_index  # A placeholder's position among `inputs`; None if not there.
 
-    gradients_of: Callable[[fx.Graph], set[fx.Node]] = gradients_in_joint
-    """The nodes of a graph that depend on the gradient of an output."""
+    gradients_of: Callable[[fx.Graph], set[fx.Node]] = gradients_in_joint  # The nodes that depend on an output's gradient.
 
     def given(self, graph: fx.Graph) -> dict[fx.Node, GraphInput]:
         """The described inputs among the placeholders of a graph."""
@@ -315,8 +312,7 @@ class TensorNames:
     """Readable, stable names of the quantized tensors of a graph."""
 
     of_value: dict[MatrixValue, TensorName]
-    aliases: tuple[tuple[TensorName, TensorName], ...]
-    """(another name, the name) of shared tensors: `attn.wk:input`, `attn.wq:input`."""
+    aliases: tuple[tuple[TensorName, TensorName], ...]  # (another name, the name) of shared tensors: `wk:input`, `wq:input`.
 
 
 def name_tensors(sites: list[GemmSite]) -> TensorNames:

@@ -96,8 +96,7 @@ class _Rewriter:
             )
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch for copy in cast.copies}
         self.reshapes: list[fx.Node] = []  # Reshapes of values that backward computes again.
-        self.valid: dict[Hashable, fx.Node] = {}
-        """Groups, number of rows, side of the partition -> which rows belong to some group."""
+        self.valid: dict[Hashable, fx.Node] = {}  # Groups, number of rows, side of the partition -> rows of some group.
 
     def run(self) -> None:
         for emitter in self.emitters.values():

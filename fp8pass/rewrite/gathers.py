@@ -33,8 +33,7 @@ class _Facts:
     layouts: Mapping[QuantizedTensor, Sequence[Layout]]  # The layouts of each tensor's copies.
     sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
     """The layouts of the copies that forward reads, and of those that backward reads."""
-    first_reader: Mapping[QuantizedTensor, tuple[int, GemmSite]]
-    """The first GEMM that reads a copy of the tensor, behind its place in the graph."""
+    first_reader: Mapping[QuantizedTensor, tuple[int, GemmSite]]  # The first GEMM that reads a copy of it, behind its place.
     rewritten: frozenset[fx.Node]
     origin: Mapping[fx.Node, fx.Node | None]  # Node -> the one node of whose elements alone it consists (`origins`).
     live: frozenset[fx.Node]

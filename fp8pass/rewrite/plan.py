@@ -55,8 +55,7 @@ class Options:
     watch: MonitorSpec | None = None  # The statistics that the graph measures; None: nothing.
     variants: frozenset[str] = USUAL  # Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`.
     device: Device | None = None  # Whose constants estimates are made with; None: those of the device that a GEMM is on.
-    may_ask: bool = False
-    """The graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
+    may_ask: bool = False  # The graph may be compiled again with inputs for cached copies: NOTE [two attempts] in `weights.py`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +76,7 @@ class HighPrecision:
     site: GemmSite
     recipe: Recipe | None  # None where a rule names none.
     reason: Reason
-    dequantized: tuple[tuple[int, Copy], ...] = ()
-    """Operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
+    dequantized: tuple[tuple[int, Copy], ...] = ()  # Operands, 0 or 1, read from FP8 copies of the forward GEMM.
     copies: ClassVar[tuple[()]] = ()
 
     @property
@@ -110,8 +108,7 @@ class KeptWeight:
     tensor: QuantizedTensor
     layouts: tuple[Layout, ...]  # The layouts of its copies, rowwise first.
     kept: WeightTensor | Reason  # The copies that are cached, or why the weight is cast at each call.
-    sharded: Sharded | None = None
-    """The gather of FSDP2. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
+    sharded: Sharded | None = None  # The gather of FSDP2: then `kept` is gathered in FP8, and lasts as long as the Parameter.
     bytes_per_element: float = 1.0  # Bytes per element that then travel, with the scales.
     is_static: bool = True  # The copies stay where they are from call to call: those of a weight that the graph trains do not.
     turned: tuple[Copy, ...] = ()  # Copies that the graph makes of the bytes of the one that is kept.
@@ -147,15 +144,13 @@ class Plan:
     """Copies that inputs of the graph hold or that are transposed out of one, in backward where only backward reads them."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
-    recomputed_weights: frozenset[QuantizedTensor] = frozenset()
-    """Weights whose backward-only copies are made in backward, from the Parameter."""
+    recomputed_weights: frozenset[QuantizedTensor] = frozenset()  # Weights whose backward-only copies backward makes.
     estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)
     """GEMM -> its expected seconds in bfloat16 and as planned."""
     paths: Mapping[fx.Node, GemmPath] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what computes it on the device that the estimates are for."""
     launches: tuple[Launch, ...] = ()  # All casts, in the order in which they are needed.
-    epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)
-    """Rewritten GEMM -> what follows the product."""
+    epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)  # Rewritten GEMM -> what follows it.
 
     @functools.cached_property
     def rewritten(self) -> list[Rewritten]:

@@ -68,11 +68,9 @@ class Work:
     inputs: Mapping[Hashable, fx.Node]  # The placeholders of the graph's extra inputs, by key.
     options: Options
     known: frozenset[fx.Node]  # The nodes that the graph had before.
-    permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)
-    """Gathers, each with the scatter whose place it took."""
+    permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)  # Gathers, with the scatter they replaced.
     sites: tuple[GemmSite, ...] = ()
-    selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
-    """GEMMs that are in high precision unless a rule matches them."""
+    selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)  # GEMMs in high precision unless a rule says.
     heads: frozenset[fx.Node] = frozenset()  # GEMMs that look like a head.
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)

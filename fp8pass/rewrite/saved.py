@@ -443,8 +443,7 @@ def _replace_results(forward: fx.Graph, replaced: Mapping[int, Sequence[fx.Node]
         output.meta["desc"] = labels
 
 
-_UNCHECKED = "saved_tensor_with_no_vc_check"
-"""AOTAutograd's mark of saved values whose versions are not compared; they are the last ones."""
+_UNCHECKED = "saved_tensor_with_no_vc_check"  # AOTAutograd's mark of saved values without version checks; they are the last.
 
 
 # -- measured steps

@@ -59,10 +59,8 @@ class StepClock:
     def __init__(self, mode: StepMode, reduction: AmaxReduction, at_graphs: bool = False):
         self.mode = mode
         self.at_graphs = at_graphs  # True if calls of graphs end steps, instead of outermost forwards.
-        self.recorded = False
-        """True if a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
-        self.trained = False
-        """True if an outermost forward with gradients began since the last step boundary, or a graph of one ran."""
+        self.recorded = False  # A graph ran with gradients since the last step boundary: with state it recorded amaxes.
+        self.trained = False  # An outermost forward with gradients began since the last step boundary, or a graph of one ran.
         self.went_backward = False  # True if a backward ran since the last step boundary; known only where graphs end steps.
         self.agrees = False  # True if ranks do something together at step boundaries besides reducing amaxes.
         self._reduction = reduction
@@ -211,8 +209,7 @@ class Passes:
     def __init__(self) -> None:
         self._awaited: weakref.WeakSet[_Forward] = weakref.WeakSet()
         """Forwards whose backward may come, or come again. A graph that is given up takes its own along."""
-        self.last_forward = 0
-        """The number of the last forward of training, in the order of all sessions; 0 before there is one."""
+        self.last_forward = 0  # The number of the last forward of training, in the order of all sessions; 0: none yet.
         self.last_backward = -1  # Torch's number of the last call of backward that reached a graph since; -1 where none did.
 
     def note_forward(self, result: Any) -> None:

@@ -261,8 +261,7 @@ def _attribute(gm: fx.GraphModule, node: Any) -> Any:
     return operator.attrgetter(str(node.target))(gm)
 
 
-Moves = tuple[dict[Path, Path], ...]
-"""Maps of the places where code was traced to those where a call runs it, the innermost call first."""
+Moves = tuple[dict[Path, Path], ...]  # Maps of the places where code was traced to those where a call runs it, innermost first.
 
 
 class _Writer:

@@ -110,8 +110,7 @@ class EagerRuns:
         self.found: dict[str, EagerRun] = {}  # By the module's path, in the order in which they were found.
         self._reads: dict[int, tuple[frozenset[str], CodeType | None]] = {}
         """Number of an instance -> the modules whose Parameters its graph reads, and the frame that Dynamo traced."""
-        self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}
-        """The instances that ran in a call -> the modules that none of them reads."""
+        self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}  # Instances of a call -> the modules that none reads.
         self._num_calls: dict[frozenset[int], int] = {}  # The number of such calls that were followed by another one.
         self._last: frozenset[int] | None = None
         self.is_settled = False

@@ -238,8 +238,7 @@ def _recipe(recipe: Recipe | None) -> str:
 
 # -- the default process group
 
-_numbers: Counter[tuple[int | None, str]] = Counter()
-"""Per default process group, how many models of a description were compared."""
+_numbers: Counter[tuple[int | None, str]] = Counter()  # Per default process group, how many of a description were compared.
 _group_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Numbers of default process groups. Their `id` would not do: a group that is made again may have that of one destroyed before,
 on one rank and not on another."""
@@ -303,8 +302,7 @@ class JoinGuard:
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
         self._inner: list[weakref.ref[nn.Module]] | None = None  # The DDP modules in the model.
-        self._joined: Callable[[], nn.Module | None] = lambda: None
-        """The DDP module of the last forward under a `Join` with manual steps."""
+        self._joined: Callable[[], nn.Module | None] = lambda: None  # The DDP module of the last forward under such a `Join`.
 
     def uneven(self, mode: StepMode) -> nn.Module | None:
         """The DDP module whose `Join` lets ranks go on that have more batches than others, so that these end more steps. A
@@ -343,8 +341,7 @@ class JoinGuard:
             )
 
 
-_joins: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The object that the last `Join` left in a DDP module."""
+_joins: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # The last `Join`'s object in a DDP module.
 _END_OF_JOIN = "_authoritative_rank"
 _JOIN = "under torch.distributed's Join a rank with fewer batches takes part in the collectives of DDP, but not in those of"
 _AFTER_JOIN = "state(model).step() on every rank after the Join, or use DelayedScaling(reduce_amax=False) and no monitor"

@@ -47,8 +47,7 @@ class GraphKey:
 class FirstRun:
     """The first run of a graph, as its recomputation has to know it."""
 
-    remembered: Mapping[int, Any]
-    """By the positions of the providers that the graph has inputs of, a record for the recomputation, such as the scales."""
+    remembered: Mapping[int, Any]  # By the positions of the graph's providers, a record for the recomputation, such as scales.
     recorded: bool  # True if its writes into its inputs counted.
     variants: frozenset[str]
     key: GraphKey

@@ -13,8 +13,7 @@ from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import Part, Session
 
-Uses = Sequence[tuple[Part, Sequence[Placement]]]
-"""The parts of a model that run a graph, each with the places of its module instances."""
+Uses = Sequence[tuple[Part, Sequence[Placement]]]  # The parts of a model that run a graph, with places of instances.
 Placeable = TypeVar("Placeable", GemmRecord, GatherRecord, SavedRecord, KeptRecord)
 
 

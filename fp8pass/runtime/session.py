@@ -66,8 +66,7 @@ class CompiledGraph:
     empty where it came from a cache: `snapshots.py`."""
     summary: Summary | None = None  # Set with `rewrite` where that came from a cache, else when it is first asked for.
     cache: str = ""  # The use of AOTAutograd's cache: "hit", "miss", or "bypassed: ..." with the reason.
-    trace_again: Callable[[], bool] | None = None
-    """Takes the snapshots of a graph that came from a cache; False where that is not possible any more."""
+    trace_again: Callable[[], bool] | None = None  # Takes the snapshots of a graph from a cache; False if it no longer can.
     forward: Snapshot | None = None
     backward: Snapshot | None = None
     trains: bool = False  # True if the graph has a backward.
@@ -115,8 +114,7 @@ class Observations:
     warned: set[str] = dataclasses.field(default_factory=set)  # The kinds of warnings so far: each is given once.
     eager_call: str | None = None  # Why the first call that ran no compiled graph did not; None where there was none.
     began_midway: bool = False  # True if the only call so far was seen from its middle on.
-    num_bound: int = 0
-    """The number of times that a graph was bound to a module instance: while it is the same, nothing new has run."""
+    num_bound: int = 0  # The number of times that a graph was bound to an instance: while it is the same, nothing new has run.
     num_checked: int = -1  # `num_bound` at the last check whether the model runs as requested.
     awaits_backward: bool = True  # True if the first backward is still to come.
     went_backward: bool = False  # True if a backward has reached one of the graphs.
@@ -153,12 +151,10 @@ class Session:
         self.weights = WeightProvider(self.stores, self.root, options, _is_running(weakref.ref(self)))
         providers = (self.stores, self.weights, *(make() for make in PROVIDERS))
         self.providers: tuple[InputProvider, ...] = providers  # The providers of the graphs' extra inputs.
-        self.measuring: InputProvider | None = None
-        """The provider of measured graphs' further inputs; made for the first monitor."""
+        self.measuring: InputProvider | None = None  # The provider of measured graphs' inputs; for the first monitor.
         self.every_graph: dict[CompiledGraph, list[Placement]] = {}
         """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
-        self.instances: dict[CompiledGraph, dict[Any, Any]] = {}
-        """The live module instances of each graph, by the identities of their Parameters."""
+        self.instances: dict[CompiledGraph, dict[Any, Any]] = {}  # Per graph its live instances, by their Parameters' ids.
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         # Steps, and what may change at their boundaries.
@@ -178,8 +174,7 @@ class Session:
         """The monitor that measures steps, while it does: `watch(step)` is the scope of a step's measurement or None,
         `after_step(step)` takes note of a step's end, `latest` are the last numbers."""
         # What is known of calls.
-        self.is_shared = False
-        """True if modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
+        self.is_shared = False  # True if modules compiled one by one share it, so that a call shows only a part of the model.
         self.eager = EagerRuns(self.root)  # The modules that ran eagerly in calls of the compiled model.
         self.seen = Observations()
 

@@ -72,8 +72,7 @@ class AmaxReduction:
         self._layout_of: Any = None
         self._verdict: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         """True if ranks agreed at the last boundary, on its way to the host, and what tells that it has arrived."""
-        self._may_defer = False
-        """Ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks, as is what follows."""
+        self._may_defer = False  # Ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks.
 
     def use_recipes(self, recipes: Sequence[DelayedScaling]) -> None:
         """The recipes of all rules so far; every rank has the same rules."""

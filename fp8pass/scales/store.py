@@ -80,8 +80,7 @@ class DelayedStore:
         self.names: list[str] = []
         self.aliases: dict[str, str] = {}
         self.restored: set[str] = set()  # Names that came from a checkpoint and that no graph has claimed yet.
-        self.is_complete = False
-        """A checkpoint had all tensors that the rules in force quantize, as it does until other rules follow."""
+        self.is_complete = False  # A checkpoint had all tensors that the rules in force quantize; until other rules follow.
         self.empty: set[str] = set()  # Names whose histories no step boundary has written yet, as far as the host knows.
         self.num_emptied = 0  # Raised whenever a name joins `empty`.
         self.started: set[str] = set()

@@ -233,8 +233,7 @@ class BoundState(BoundInputs):
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
         self._noted: dict[DelayedStore, int] = {}
         """The step boundaries that each store had seen when the device was last asked for empty histories."""
-        self._full: tuple[int, ...] | None = None
-        """`DelayedStore.num_emptied` of each store when no history was empty; None if one may be."""
+        self._full: tuple[int, ...] | None = None  # `num_emptied` of each store when no history was empty, else None.
         self._claim()
         placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
         for store in self._stores:

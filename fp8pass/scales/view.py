@@ -28,8 +28,7 @@ from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
 from lowering.formats import fp8_max
 
-Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]
-"""Parts of a tensor's state, as the store calls its buffers."""
+Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]  # Parts of a tensor's state, as the store calls them.
 EntryPart = Literal[Held, "staged"]  # The content of an entry; "staged" is the amax of a step that has not ended, of one rank.
 
 HELD: tuple[Held, ...] = get_args(Held)

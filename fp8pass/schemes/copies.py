@@ -90,8 +90,7 @@ class Copy:
 class FromValue:
     """The value itself, in high precision."""
 
-    masked: bool = False
-    """Rows that belong to no group, which may hold NaN, are read as zeros: they would reach the one amax of all rows."""
+    masked: bool = False  # Rows of no group, which may hold NaN, are read as zeros: they would reach the one amax of all rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +150,7 @@ class Quantized:
     data: fx.Node
     scale_inv: fx.Node
     copy: Copy
-    maker: fx.Node
-    """The operation that wrote the bytes: a cast, or one that moved them. An input of the graph where nothing did."""
+    maker: fx.Node  # The operation that wrote the bytes: a cast, or one that moved them; an input of the graph if nothing did.
 
     @property
     def quantization(self) -> Quantization:

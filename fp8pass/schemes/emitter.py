@@ -42,8 +42,7 @@ Pair = tuple[fx.Node, fx.Node]  # A scale and its reciprocal: float32 scalars, o
 # -- the state as inputs
 
 FIRST_STEP = "first_step"  # The variant of a graph for calls that meet empty histories.
-STATE_KINDS = ("scale", "amax", "grad_amax", "slots")
-"""The inputs of a graph per recipe that keeps state, in the order of `StateNodes`."""
+STATE_KINDS = ("scale", "amax", "grad_amax", "slots")  # The inputs of a graph per recipe with state, as in `StateNodes`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,7 @@ from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Compact = tuple[fx.Node, fx.Node, fx.Node]
-"""A copy as it travels, in the orientation of the matrix [rows, columns]: the cast, data, scales."""
+Compact = tuple[fx.Node, fx.Node, fx.Node]  # A copy as it travels, as the matrix [rows, columns] lies: the cast, data, scales.
 
 
 def scaling(quantization: Quantization) -> dict[str, Any]:
@@ -63,14 +62,12 @@ class Scheme(abc.ABC):
 
     casts: ClassVar[Any]  # The operation that quantizes.
     computes_scales: ClassVar[bool] = True  # It computes the scales too. Else they are its arguments.
-    gemm: ClassVar[Any]
-    """The operation that multiplies two matrices: (a, b, scale_inv_a, scale_inv_b, bias, **gemm_options, out_dtype)."""
+    gemm: ClassVar[Any]  # The operation that multiplies: (a, b, scale_inv_a, scale_inv_b, bias, **gemm_options, out_dtype).
     has_one_scale: ClassVar[bool] = False
     """All values of a matrix, or of the rows of groups, have one scale: both copies hold the same values, one can be made of
     the other's bytes, and any rows can be cut off."""
     keeps_state: bool = False  # Scales come from the state, and amaxes are recorded in it.
-    scales_columns: ClassVar[bool] = False
-    """A column of the columnwise copy has one scale, so that shards need the amaxes of all of them."""
+    scales_columns: ClassVar[bool] = False  # A column of the columnwise copy has one scale, so that shards need all amaxes.
     reads_gemm_dtype: ClassVar[bool] = False
     """Casts read a value in the dtype in which the GEMM would have read it. Otherwise they read it as it was computed, such as
     a norm's float32 result."""

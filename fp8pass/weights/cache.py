@@ -43,8 +43,7 @@ from fp8pass.weights.released import MESSAGE, copies_of, is_released
 #: A graph compares its weights at least once in so many calls.
 CHECKED_CALLS = 16
 
-Part = Literal["data", "scale_inv", "amax"]
-"""The content of an input: the FP8 values of a copy, its scales, or the amax that a training graph records."""
+Part = Literal["data", "scale_inv", "amax"]  # The FP8 values of a copy, its scales, or the amax that training records.
 Given = tuple[torch.Tensor, ...]  # A Parameter, and behind it those that share its scale.
 ScaleTime = tuple[int, bool]
 """The step boundaries before a scale was taken from a store, and whether tensors with an empty history took it from themselves.
@@ -61,8 +60,7 @@ class WeightTensor:
     quantization: Quantization
     name: TensorName  # The name of the tensor in the state, where scales come from there.
     is_gathered: bool = False  # FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter.
-    fused: tuple[int, ...] = ()
-    """The inputs of all weights that have one scale together, its own among them; empty for one that has a scale alone."""
+    fused: tuple[int, ...] = ()  # The inputs of all weights that have one scale together, its own among them; empty if alone.
 
     @property
     def entries(self) -> int:
@@ -92,8 +90,7 @@ class Origin:
     others: tuple[Origin, ...] = ()  # The origins of the Parameters that share the scale.
 
 
-RELEASED = Origin(-2, 0, 0, 0)
-"""The origin of copies of a Parameter without values: what was made before it gave them back is all there is."""
+RELEASED = Origin(-2, 0, 0, 0)  # Copies of a Parameter without values: what was made before is all there is.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,8 +103,7 @@ class QuantizedWeight:
     scale_inv: Mapping[Layout, torch.Tensor]
     scale: torch.Tensor | None  # The factor by which the weight was multiplied, where that came from the state.
     amax: torch.Tensor | None  # Largest magnitude of the weight, in the same cases.
-    checksum: torch.Tensor | None = None
-    """The checksum of the bytes that the copies were made of, where it is going to be asked for: int32 [1]."""
+    checksum: torch.Tensor | None = None  # The checksum of the bytes that copies were made of, if it is needed: int32 [1].
 
     def part(self, key: WeightKey) -> torch.Tensor:
         """The content of an input of a graph."""
@@ -142,8 +138,7 @@ class CachedWeight:
         self.trains = False  # A graph with a backward reads the copies.
         self.made: QuantizedWeight | None = None
         self.was_compared = False  # Its content was compared since the graph that asks ran last.
-        self.last: QuantizedWeight | None = None
-        """The origin and the scale of the copies that were made last, where they are not cached: without copies."""
+        self.last: QuantizedWeight | None = None  # The origin and scale of the copies made last, if not cached; no copies.
         self.time: ScaleTime | None = None  # The time at which the scale of `made` was known to be that of the state.
         self.has_stayed = False  # The scale of `made` was still that of the state after a step boundary.
 
@@ -261,8 +256,7 @@ class WeightCache:
         self.keeps = keeps
         self._weights: weakref.WeakValueDictionary[object, CachedWeight] = weakref.WeakValueDictionary()
         self._renewals = [0, 0]
-        self.is_check_due = False
-        """A step boundary has come since all copies were last compared with the content of their Parameters."""
+        self.is_check_due = False  # A step boundary has come since copies were last compared with their Parameters' content.
         self._comparisons: list[tuple[list[tuple[CachedWeight, QuantizedWeight]], torch.Tensor, torch.cuda.Event | None]] = []
         """The weights that are compared, whether they differ, bool [n] on the host, and what tells that this has arrived."""
 

@@ -105,12 +105,9 @@ def _nothing() -> None:
 class _Side:
     """The memory of one of a weight's gathers: NOTE [two gathers]. A weight with one gather has one side."""
 
-    arrived: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """The memory that FSDP2 gathers into, if FP8 travels: as many bytes as all shards send."""
-    parts: tuple[torch.Tensor, ...] = ()
-    """FP8 values [rows, columns] and scales of the whole weight, in the format in which they travel."""
-    copies: dict[Layout, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """Data and scales of each copy that graphs read."""
+    arrived: list[torch.Tensor] = dataclasses.field(default_factory=list)  # FSDP2's memory for FP8: the bytes of all shards.
+    parts: tuple[torch.Tensor, ...] = ()  # FP8 values [rows, columns] and scales of the whole weight, as they travel.
+    copies: dict[Layout, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # Data and scales of copies for graphs.
 
 
 class GatheredWeight:
@@ -123,8 +120,7 @@ class GatheredWeight:
         quantization = weight.quantization
         self.key = (managed.name, repr(quantization), str(managed.dtype))  # Equal on all ranks.
         self._batch = batch
-        self.owner: Callable[[], ParameterGathers | None] = weakref.ref(owner)
-        """The weights of the compiled model; None where that is gone."""
+        self.owner: Callable[[], ParameterGathers | None] = weakref.ref(owner)  # The model's weights; None where that is gone.
         scheme = scheme_of(quantization)
         self.has_one_scale = scheme.has_one_scale
         self.has_two_sides = not scheme.has_one_copy(quantization)
@@ -136,24 +132,19 @@ class GatheredWeight:
         self._plain: list[torch.Tensor] = managed.parameter.all_gather_outputs
         """The memory that FSDP2 gathers into without us: the Parameter's own."""
         self._sides = {False: _Side(), True: _Side()}
-        self._columnwise = False
-        """The side that the last gather brought, or would have in FP8; of a weight with one, always the same."""
-        self.own_scale: torch.Tensor | None = None
-        """The scale of a weight without state, from the amaxes of all shards, as of this forward."""
+        self._columnwise = False  # The side that the last gather brought, or would have in FP8; with one side, the same.
+        self.own_scale: torch.Tensor | None = None  # The scale of a weight without state, of all shards' amaxes, as of now.
         self.column_amaxes: torch.Tensor | None = None
         """[columns] float32, of the whole weight, as of this forward, where scales of columns need them."""
         self._made: Made | None = None  # The quantized shard, which is about to travel.
         self._scale: torch.Tensor | None = None  # [1] float32, the one scale of the last gather in FP8.
-        self._amax: torch.Tensor | None = None
-        """The amax of this rank's shard: the step boundary makes the largest of all ranks of it."""
+        self._amax: torch.Tensor | None = None  # The amax of the own shard: the boundary makes the largest of all of it.
         self.is_active = False  # All ranks have agreed to gather it in FP8.
         self.may_train = not self.has_two_sides
         """Forwards with gradients may gather FP8: with two sides once all ranks have seen a backward."""
         self._was_fp8 = False  # FP8 travelled to the last forward.
-        self._came_in_fp8 = False
-        """FP8 travelled to the last gather: graphs read its copies. Others are for a backward that saved them."""
-        self._awaited: int | None = None
-        """Step boundaries before the last forward in FP8 with gradients, if its backward is still to come."""
+        self._came_in_fp8 = False  # FP8 travelled to the last gather: graphs read its copies. Others are for a backward.
+        self._awaited: int | None = None  # Step boundaries before the last forward in FP8, if its backward is to come.
         self.is_read = False  # Something else than its copies was read in a forward that had it gathered in FP8.
         self.is_read_elsewhere = False
         """A forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
@@ -456,8 +447,7 @@ class ParameterGathers:
     def __init__(self, root: Callable[[], nn.Module | None], rules: Rules, is_in_forward: Callable[[], bool]):
         """rules: those in force. is_in_forward: whether this thread is in a forward of the model."""
         self._root, self._rules, self.is_in_forward = root, rules, is_in_forward
-        self._weights: dict[tuple[int, Any], GatheredWeight] = {}
-        """Keyed by FSDP2's record of the Parameter and by how it is quantized."""
+        self._weights: dict[tuple[int, Any], GatheredWeight] = {}  # By FSDP2's record of the Parameter and how it is cast.
         self._claimed: dict[Rules, dict[GatheredWeight, None]] = {}  # The weights that graphs take as copies under these rules.
         self._batches: dict[int, list[GatheredWeight]] = {}  # The active weights of each FSDP group, in its order.
         self._is_checked = False  # FSDP2 gathers the model as it can in FP8.

@@ -104,8 +104,7 @@ def _storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
 
 # -- steps of optimizers, of any torch.optim.Optimizer in the process, compiled or not
 
-Listener = Callable[[Optimizer | None], None]
-"""Called after each step of an optimizer; with None after one of a compiled optimizer, which says no more than that."""
+Listener = Callable[[Optimizer | None], None]  # Called after each step of an optimizer; with None after one of a compiled one.
 
 _listeners: set[weakref.WeakMethod[Listener]] = set()
 

@@ -36,8 +36,7 @@ class WeightProvider(InputProvider):
         self.cache = WeightCache(options.weight_copies == "cache")
         self.releases = Releases(self.cache, root, is_on=options.release_frozen)
         self.root = root
-        self.ends_steps = options.step == "manual"
-        """True if a step boundary is the end of an optimizer's step; with step="auto" it is the end of a microbatch."""
+        self.ends_steps = options.step == "manual"  # A boundary ends an optimizer's step; with step="auto" a microbatch.
         self._was_training: bool | None = None
         self.outlive_calls = self.gathers is not None or self.cache.keeps
         """True if copies are kept for later calls, or made before one: then every call looks at them."""

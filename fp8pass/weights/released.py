@@ -168,8 +168,7 @@ class ReleasedRecord:
 
 
 _all: weakref.WeakSet[ReleasedRecord] = weakref.WeakSet()  # The records of the released Parameters of all compiled models.
-_new: list[ReleasedRecord] = []
-"""The ones that belong to no model of a call that runs, and that are nn.Parameters until all calls have ended."""
+_new: list[ReleasedRecord] = []  # Those of no model of a call that runs, nn.Parameters until all calls have ended.
 _num_changes = 0
 _num_calls = 0
 _is_used = False

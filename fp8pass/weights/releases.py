@@ -56,8 +56,7 @@ class Releases:
         self._num_calls = 0
         self._num_graph_calls = 0
         self._has_breaks = False  # Eager code runs before or after a graph in a call.
-        self._records: list[weakref.ref[released.ReleasedRecord]] = []
-        """The released Parameters that the model held when it was last searched."""
+        self._records: list[weakref.ref[released.ReleasedRecord]] = []  # The Parameters that the last search found released.
         self._num_changes = 0
         self._open: list[released.ReleasedRecord] = []  # The released Parameters that are nn.Parameters for the calls that run.
 

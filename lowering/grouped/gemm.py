@@ -16,8 +16,7 @@ from lowering.trials import Decisions, layout_of, trusted
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
 Compute = Callable[..., torch.Tensor]  # a, b, their scales, the ends of groups and the bias -> the product.
 
-DECISIONS: Decisions[tuple[str, Compute]] = Decisions()
-"""NOTE [one decision] in `lowering/blockwise/gemm.py`: who computes, and how."""
+DECISIONS: Decisions[tuple[str, Compute]] = Decisions()  # NOTE [one decision] in `blockwise/gemm.py`: who computes, and how.
 
 
 def scaled_grouped_mm(

@@ -19,8 +19,7 @@ from lowering.inductor import ahead
 class Lines:
     """The loops of a copy with a scale per line, which code that measures it joins."""
 
-    loops: str
-    """"rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none that could be joined."""
+    loops: str  # "rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none to be joined.
     scale_at: Callable[[Any], Any]  # The scale of a line.
 
 

@@ -31,8 +31,7 @@ class _Layer:
     index: int
     nodes: tuple[fx.Node, ...]
     text: str  # Equal for layers with equal nodes.
-    sources: tuple[fx.Node, ...]
-    """The nodes outside of the layer that it reads, its own Parameters not, in the order in which it does."""
+    sources: tuple[fx.Node, ...]  # The nodes outside of the layer that it reads, but its Parameters, in the order of reading.
     results: tuple[fx.Node, ...]  # The nodes that others read.
 
 

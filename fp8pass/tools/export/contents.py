@@ -71,8 +71,7 @@ class Layer:
 
     name: str
     entries: tuple[Entry, ...]
-    make: Callable[[Gather], Made]
-    """Makes the tensors in the order of `entries`, of what a function makes of each of `sources`."""
+    make: Callable[[Gather], Made]  # Makes the tensors in the order of `entries`, of a function's results for `sources`.
     sources: tuple[torch.Tensor, ...]  # The tensors that they are made of, in the order in which those are read.
 
     @property
@@ -106,8 +105,7 @@ class Contents:
     layers: list[Layer]
     config: dict[str, Any]  # `quantization_config`.
     written: list[Written]
-    kept: dict[str, str]
-    """Parameters with two dimensions or more that are in high precision -> why, by their names in the model."""
+    kept: dict[str, str]  # Parameters with two dimensions or more that are in high precision -> why, by names in the model.
     tied: dict[str, str]  # Other names of written tensors -> the name on disk.
     renamed: dict[str, Entry]  # Scales on disk -> the entries that transformers reads in their place.
     unequal: list[str]  # Projections that engines fuse and that are not alike, which they do not read: a sentence each.

@@ -277,8 +277,7 @@ class _Graph:
         self.probe = probe
         self.gemms: list[Probed | None] = []
         self.saved: dict[str, _Rounded] = {}  # The values that are saved in FP8, by the backward's inputs.
-        self.inputs: frozenset[str] = frozenset()
-        """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
+        self.inputs: frozenset[str] = frozenset()  # The joint graph's inputs by name, which casts read as they are.
         self.calls: list[_GraphCall] = []
         self.pass_of_calls = -1
 
