@@ -258,8 +258,7 @@ class CastShape:
     copies: int = 1  # Number of FP8 copies written: one, or a row-major and a transposed one.
     transposes: bool = False  # One of the copies is transposed.
     reads: int = 1  # Number of reads of the source: 2 where its amax is read first.
-    fused_with_producer: bool = False
-    """The kernel that makes the source also does the first read: that read and its kernel are then free."""
+    fused_with_producer: bool = False  # The kernel that makes the source does the first read: that read and kernel are free.
     num_readers: int = 1  # Number of GEMMs that use the cast: each counts its share of the time.
 
 

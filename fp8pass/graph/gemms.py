@@ -265,8 +265,7 @@ class GraphInput:
     """Knowledge of one input of Dynamo's graph."""
 
     path: Path | None  # The path by which the input was found, such as `self` -> `layers.0.attn.wq.weight`.
-    owner: Path | None
-    """The module that owns it; the input itself where it is an argument of a function, alone or in a dict or list."""
+    owner: Path | None  # The module that owns it; the input itself where it is an argument of a function, or within one.
     is_parameter: bool  # It is a Parameter or a buffer of a module: its content outlives the call.
     is_embedding: bool = False  # It is the weight of an nn.Embedding of the model, or of its output embedding.
     is_buffer: bool = False  # It is a buffer of a module, which is not trained.

@@ -55,18 +55,14 @@ class Quantization:
         lines = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
         is_of_lines = self.granularity in lines and self.scale_from is ScaleFrom.VALUE
         is_own = is_of_lines or (self.is_of_tensor and self.inverse == "multiply")
+        has_inverse = self.inverse is None or (is_own and not self.power_of_2)
         alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}
+        has_scale = self.granularity is alone.get(self.scale_from, self.granularity)
         wrong = (
             (self.dtype not in FP8_MAX, f"dtype={self.dtype}: use one of {', '.join(map(str, FP8_MAX))}"),
             (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True requires BLOCK_1X32"),
-            (
-                not (self.inverse is None or (is_own and not self.power_of_2)),
-                f"inverse={self.inverse!r} does not go with {self.granularity!r} or power_of_2",
-            ),
-            (
-                self.granularity is not alone.get(self.scale_from, self.granularity),
-                f"scale_from={self.scale_from} does not go with {self.granularity!r}",
-            ),
+            (not has_inverse, f"inverse={self.inverse!r} does not go with {self.granularity!r} or power_of_2"),
+            (not has_scale, f"scale_from={self.scale_from} does not go with {self.granularity!r}"),
             (self.fused and not self.is_of_tensor, "fused=True is for one scale of a whole tensor, from the tensor itself"),
         )
         for is_wrong, why in wrong:

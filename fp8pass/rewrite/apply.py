@@ -38,14 +38,12 @@ _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 class Applied:
     """The nodes of the rewritten graph that the plan's items became."""
 
-    gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
-    """Rewritten GEMM, which is no longer in the graph -> the scaled GEMM in its place."""
+    gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)  # Rewritten GEMM -> the scaled GEMM in its place.
     copies: dict[Copy, Quantized] = dataclasses.field(default_factory=dict)
     results: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)  # Rewritten GEMM -> what holds its result now.
     readers: dict[fx.Node, tuple[fx.Node, ...]] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> the nodes that read its result."""
-    state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)
-    """The placeholders of each recipe that keeps state."""
+    state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)  # Placeholders per recipe that keeps state.
     trains: bool = False  # The graph has a backward.
     variants: frozenset[str] = frozenset()  # Peculiarities of the calls that the graph is for.
 

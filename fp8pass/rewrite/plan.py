@@ -97,8 +97,7 @@ class Gathered:
     bytes_per_element: float  # Bytes that FP8 copies and their scales take per element of the tensor.
     reader: GemmSite  # The first GEMM that reads the gathered tensor.
     reason: Reason | None  # Why high precision travels; None if FP8 does.
-    moves: tuple[tuple[Any, ...], ...]
-    """The moves that lead from the gather to each of the tensors, as terms have them (`meaning.py`)."""
+    moves: tuple[tuple[Any, ...], ...]  # The moves that lead from the gather to each of the tensors, as in `meaning.py`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +144,7 @@ class Plan:
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()  # Weights whose backward-only copies backward makes.
-    estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)
-    """GEMM -> its expected seconds in bfloat16 and as planned."""
+    estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)  # GEMM -> seconds in bfloat16 and planned.
     paths: Mapping[fx.Node, GemmPath] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what computes it on the device that the estimates are for."""
     launches: tuple[Launch, ...] = ()  # All casts, in the order in which they are needed.

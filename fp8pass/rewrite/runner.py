@@ -89,8 +89,7 @@ class PassRecord:
 
     name: str
     seconds: float
-    operations: dict[str, int]
-    """Operation -> how many more (or, negative, fewer) of it the graph has; none for a pass that only reads."""
+    operations: dict[str, int]  # Operation -> how many more (or fewer) of it the graph has; none for a pass that only reads.
 
 
 @dataclasses.dataclass(frozen=True)

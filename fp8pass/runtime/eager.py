@@ -113,8 +113,7 @@ class EagerRuns:
         self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}  # Instances of a call -> the modules that none reads.
         self._num_calls: dict[frozenset[int], int] = {}  # The number of such calls that were followed by another one.
         self._last: frozenset[int] | None = None
-        self.is_settled = False
-        """True if the last call left nothing to watch: its graphs read each module that multiplies, or it is known as eager."""
+        self.is_settled = False  # True if graphs of the last call read each module that multiplies, or it is known as eager.
         self._num_limits = num_limits_reached()
 
     def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:

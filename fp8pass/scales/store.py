@@ -83,8 +83,7 @@ class DelayedStore:
         self.is_complete = False  # A checkpoint had all tensors that the rules in force quantize; until other rules follow.
         self.empty: set[str] = set()  # Names whose histories no step boundary has written yet, as far as the host knows.
         self.num_emptied = 0  # Raised whenever a name joins `empty`.
-        self.started: set[str] = set()
-        """Names of tensors that took their scales from themselves in this step: the boundary reads their staged amaxes back."""
+        self.started: set[str] = set()  # Tensors that scaled themselves in this step: the boundary reads their amaxes back.
         self.layout = 0  # Raised whenever buffers are replaced.
         self.version = 0  # Number of step boundaries so far.
         self._column: dict[str, int] = {}  # First column of each name.

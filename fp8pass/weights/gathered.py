@@ -129,8 +129,7 @@ class GatheredWeight:
         known = dataclasses.replace(quantization, scale_from=ScaleFrom.STATE) if self.has_one_scale else quantization
         self._kind = CastKind(weight.recipe, known, (Layout(False),), managed.dtype, weight.device)
         """The cast of a shard by a scale that is given."""
-        self._plain: list[torch.Tensor] = managed.parameter.all_gather_outputs
-        """The memory that FSDP2 gathers into without us: the Parameter's own."""
+        self._plain: list[torch.Tensor] = managed.parameter.all_gather_outputs  # FSDP2's memory without us: the Parameter's.
         self._sides = {False: _Side(), True: _Side()}
         self._columnwise = False  # The side that the last gather brought, or would have in FP8; with one side, the same.
         self.own_scale: torch.Tensor | None = None  # The scale of a weight without state, of all shards' amaxes, as of now.
@@ -453,8 +452,7 @@ class ParameterGathers:
         self._is_checked = False  # FSDP2 gathers the model as it can in FP8.
         self._num_forwards = 0  # Outermost ones, since the rules changed.
         self.trains = False  # The last of them had gradients.
-        self.withheld: dict[int, GatheredWeight] = {}
-        """The weights whose Parameters have no values, by the identities of these: NOTE [withheld values]."""
+        self.withheld: dict[int, GatheredWeight] = {}  # Weights of Parameters without values, by id: NOTE [withheld values].
 
     def claim(
         self,

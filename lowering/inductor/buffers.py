@@ -33,8 +33,7 @@ class Facts:
     """Columnwise or not -> the loops of a cast's copy with a scale per line; known of its first result."""
     amax_of: list[ir.TensorBox] | None = None  # The tensors whose amax it is, computed by a hand-written kernel.
     amax_parts: ir.TensorBox | None = None  # The partial amaxes that it is the largest of.
-    elements: dict[Any, ir.TensorBox] = dataclasses.field(default_factory=dict)
-    """Offset -> an element of a buffer as a buffer of its own."""
+    elements: dict[Any, ir.TensorBox] = dataclasses.field(default_factory=dict)  # Offset -> an element as a buffer of its own.
     ones: dict[torch.device, ir.TensorBox] = dataclasses.field(default_factory=dict)  # The graph's scalars 1.0.
 
 
