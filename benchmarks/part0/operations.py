@@ -61,17 +61,17 @@ def _missing(name: str) -> Found:
 def compare(operation: Operation[..., Any], sample: Sample, on: torch.device) -> Found:
     """Call the operation as users' code does, and the reference; results and what is written to must agree."""
     skip_if(mx_obstacle(on) if sample.needs_mx else None)
-    results = _called(operation.overload, sample)
+    results = called(operation.overload, sample)
     given, options = operation.picked(sample.arguments, sample.options)
     if sample.bound is None:
-        expected_results = _called(operation.reference, Sample("", given, options))
+        expected_results = called(operation.reference, Sample("", given, options))
         if sample.sums is not None:
-            return within(max(map(_largest_error, results, expected_results)), sample.sums)
-        _require_same(results, expected_results, sample.is_unordered)
+            return within(max(map(largest_error, results, expected_results)), sample.sums)
+        require_same(results, expected_results, sample.is_unordered)
         return {"compared": len(results)}
     exact = {**options, "out_dtype": torch.float32}
     exact.pop("implementation", None)
-    (expected, *_), (found, *_) = _called(operation.reference, Sample("", given, exact)), results
+    (expected, *_), (found, *_) = called(operation.reference, Sample("", given, exact)), results
     error = relative_error(found[: sample.valid], expected[: sample.valid])
     about = {"implementation": _blockwise_choice(sample)} if operation.name == "scaled_mm_blockwise" else {}
     return within(error, sample.bound) | about
@@ -83,13 +83,13 @@ def mx_obstacle(on: torch.device) -> str | None:
     return "1x32 blocks need compute capability 10.0" if needs_one else None
 
 
-def _largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative, of any element; equal infinities have none."""
     error = torch.where(found == expected, 0.0, ((found - expected) / expected).abs())
     return float(torch.where(error.isnan(), torch.inf, error).max())
 
 
-def _called(function: Any, sample: Sample) -> list[torch.Tensor]:
+def called(function: Any, sample: Sample) -> list[torch.Tensor]:
     """Its results; of an operation that has none, its arguments as it left them: copies of the sample's, with their strides."""
     arguments, options = tree_map(lambda x: _copy(x) if isinstance(x, torch.Tensor) else x, (sample.arguments, sample.options))
     results = function(*arguments, **options)
@@ -97,12 +97,14 @@ def _called(function: Any, sample: Sample) -> list[torch.Tensor]:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy the elements with their strides."""
+    """Copy the elements with their strides; a tensor that repeats elements is returned, for nothing writes to one."""
+    if 0 in x.stride() and x.numel() > 1:
+        return x
     copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return copied.copy_(x) if x.element_size() > 1 else (copied.view(torch.uint8).copy_(x.view(torch.uint8)), copied)[1]
 
 
-def _require_same(results: list[torch.Tensor], expected: list[torch.Tensor], is_unordered: bool) -> None:
+def require_same(results: list[torch.Tensor], expected: list[torch.Tensor], is_unordered: bool) -> None:
     """Dtypes, shapes, strides where they matter, and bits, whatever a NaN's sign and payload."""
     if len(results) != len(expected):
         raise AssertionError(f"{len(results)} tensors instead of {len(expected)}")

@@ -1,4 +1,5 @@
-"""Calls of every registered operation: what `operations` compares with the reference.
+"""Calls of every registered operation: what `operations` compares with the reference, on a GPU, in Triton's interpreter
+(tests/lowering/kernel_cases.py), and by opcheck.
 
 An operation without a sample here or in `benchmarks.kernel_cost` fails a test, and is a wrong case of part 0 on every machine.
 """
@@ -24,6 +25,7 @@ TENSOR, ROW, MX, ONE, TWO = Granularity
 #: M, K, N.
 SIZES = {"square": (512, 1024, 512), "ragged": (130, 200, 72), "one row": (1, 256, 64)}
 _EMPTY = {"empty M": (0, 256, 64), "empty K": (16, 0, 64)}
+INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 #: Rows of each group, and those of none.
 ROUTING, TAIL = (128, 0, 5, 300, 79), 11
 
@@ -91,10 +93,16 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _forms(on: torch.device) -> list[torch.Tensor]:
-    """Matrices of every form: ragged, one row, empty either way, a transpose, one cut out of a wider one, batches."""
-    found = [_matrix(on, *shape, torch.float32) for shape in ((33, 50), (1, 130), (0, 5), (5, 0))]
-    cut, batch = _matrix(on, 40, 60, torch.float16)[::2, 3:50], _matrix(on, 32, 48).view(2, 16, 48)
-    return [*found, _matrix(on, 33, 50).t(), cut, batch, batch.mT]
+    """Matrices of every form and dtype: ragged, of whole tiles, one row, empty either way, one element; with NaN and infinity;
+    transposes, parts of a wider one with and without steps, one row repeated; batches."""
+    shapes = ((33, 50), (1, 130), (0, 5), (5, 0), (1, 1), (48, 16), (63, 100))
+    found = [_matrix(on, *shape, INPUTS[i % 3]) for i, shape in enumerate(shapes)]
+    wide = _with_non_finite(_matrix(on, 129, 257, torch.float16))
+    found += [wide, _matrix(on, 64, 128), _matrix(on, 128, 256).t(), _matrix(on, 256, 128)]
+    found += [_matrix(on, 33, 50).t(), _matrix(on, 40, 60, torch.float16)[::2, 3:50], wide[1:34, 3:53].t(), wide[::2, ::3]]
+    batch = _matrix(on, 32, 48).view(2, 16, 48)
+    stack = torch.stack([_matrix(on, 63, 100, torch.float32), _with_non_finite(_matrix(on, 63, 100, torch.float32))])
+    return [*found, wide[:1].expand(4, -1), batch, batch.mT, stack, stack[:, ::2], stack[:, :, :0]]
 
 
 @_of("cast", "cast_rowwise", "cast_blockwise", "cast_mxfp8")
@@ -112,14 +120,21 @@ def _casts_of_every_form(name: str, on: torch.device) -> Iterator[Sample]:
     for (layout, copies), (kind, options), fp8 in itertools.product(_LAYOUTS.items(), kinds.items(), (E4M3, E5M2)):
         given = (xs, scales, fp8) if name == "cast" else (xs, fp8)
         yield Sample(f"every form, {layout}, {kind or 'plain'}, {_short(fp8)}", given, {**copies, **options})
-    if name in ("cast_blockwise", "cast_mxfp8"):
-        for (kind, options), columnwise in itertools.product(kinds.items(), (False, True)):
-            compact = {"columnwise": columnwise, "compact": True}
-            yield Sample(f"compact, columnwise {columnwise}, {kind or 'plain'}", ([xs[0]], E4M3), {**compact, **options})
-    if name == "cast":
-        for i, (x, scale) in enumerate(zip(xs[:6], scales, strict=False)):
-            parts = {"columnwise": i % 2 == 0, "with_amax": True, "in_parts": True}
-            yield Sample(f"form {i}, amaxes in parts", ([x], [scale], E4M3), parts, is_unordered=True)
+    turns = itertools.cycle(itertools.product(kinds.items(), _LAYOUTS.items(), (E4M3, E5M2)))
+    for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):  # a launch of its own: by turns, of which none are multiples
+        for _ in range(3):
+            (kind, options), (layout, copies), fp8 = next(turns)
+            label = f"form {i} alone, {layout}, {kind or 'plain'}, {_short(fp8)}"
+            yield Sample(label, ([x], [scale], fp8) if name == "cast" else ([x], fp8), {**copies, **options})
+        if x.dim() == 2 and name in ("cast_blockwise", "cast_mxfp8"):
+            compact = {"columnwise": i // 2 % 2 == 0, "compact": True}
+            (kind, options) = list(kinds.items())[i % 2]
+            yield Sample(f"form {i}, compact, {kind or 'plain'}", ([x], E4M3), {**compact, **options})
+        if x.dim() == 2 and name == "cast":
+            sides = {"rowwise": i % 3 != 0, "columnwise": i % 3 != 1, "with_amax": True, "in_parts": True}
+            yield Sample(f"form {i}, amaxes in parts", ([x], [scale], E4M3), sides, is_unordered=True)
+    many = [_matrix(on, 17, 3 + i % 5, torch.float32) for i in range(131)]
+    yield Sample("131", (many, [scales[0]] * 131, E4M3) if name == "cast" else (many, E4M3), {"columnwise": True, **options})
 
 
 @_of("cast")
@@ -177,16 +192,21 @@ def _block_casts(name: str, on: torch.device) -> Iterator[Sample]:
 
 @_of("amax_rowwise", "cast_lines_rowwise")
 def _rowwise_passes(name: str, on: torch.device) -> Iterator[Sample]:
-    xs = [_matrix(on, 130, 200), _matrix(on, 64, 48)]
-    lines = {"rowwise": True, "columnwise": True}
-    amaxes = torch.cat([x.abs().amax(dim).float() for x in xs for dim in (1, 0)])
-    yield Sample("ragged", (xs,) if name == "amax_rowwise" else (xs, amaxes, E4M3), lines)
-    for columnwise in (False, True):
-        one, dim = {"rowwise": not columnwise, "columnwise": columnwise}, 0 if columnwise else 1
-        of_one = torch.cat([x.abs().amax(dim).float() for x in xs])
-        pads = {"pad_cols" if columnwise else "pad_rows": True}
-        given = (xs,) if name == "amax_rowwise" else (xs, of_one, E4M3)
-        yield Sample(f"columnwise {columnwise}", given, one if name == "amax_rowwise" else one | pads)
+    forms = [x for x in _forms(on) if x.dim() == 2]
+    aligned = [_matrix(on, *shape) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
+    ragged = [_matrix(on, 130, 200), _matrix(on, 64, 48)]
+    for (what, xs), (rowwise, columnwise) in itertools.product(
+        {"ragged": ragged, "aligned": aligned, "of every form": forms, "one": aligned[:1], "empty": aligned[3:]}.items(),
+        ((True, True), (True, False), (False, True)),
+    ):
+        sides: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        amaxes = NAMESPACE.operations["amax_rowwise"].reference(xs, **sides)
+        label = f"{what}, rowwise {rowwise}, columnwise {columnwise}"
+        if name == "amax_rowwise":
+            yield Sample(label, (xs,), sides)
+        else:
+            pads = {"pad_rows": what == "ragged", "pad_cols": what != "ragged"}
+            yield Sample(label, (xs, amaxes, (E4M3, E5M2)[rowwise]), sides | pads | {"power_of_2": what != "aligned"})
 
 
 @_of("gemm_ready_blockwise", "gemm_ready_mxfp8")
@@ -227,13 +247,16 @@ def _scale_values(on: torch.device) -> Iterator[Sample]:
 @_of("e8m0_scales")
 def _scales_of_128(on: torch.device) -> Iterator[Sample]:
     cast = NAMESPACE.operations["cast_blockwise"].reference
-    for kinds in itertools.product((ONE, TWO), repeat=2):
+    sizes = ((130, 300, 1300), (128, 256, 512), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0))
+    for (m, n, k), kinds in itertools.product(sizes, itertools.product((ONE, TWO), repeat=2)):
         of_a, of_b = (
-            cast([_matrix(on, size, 1300)], E4M3, granularity=kind.value, power_of_2=True)[1]
-            for size, kind in zip((130, 300), kinds, strict=True)
+            cast([_matrix(on, size, k)], E4M3, granularity=kind.value, power_of_2=True)[1]
+            for size, kind in zip((m, n), kinds, strict=True)
         )
+        ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=on)[: of_a.numel()]
+        of_a.view(-1)[: len(ends)] = ends
         options = {"square_a": kinds[0] is TWO, "square_b": kinds[1] is TWO}
-        yield Sample(f"{kinds[0].label} by {kinds[1].label}", (of_a, of_b, 130, 300, 1300), options)
+        yield Sample(f"{m} x {n} x {k}, {kinds[0].label} by {kinds[1].label}", (of_a, of_b, m, n, k), options)
 
 
 @_of("amax", "sigmoid")
@@ -246,6 +269,25 @@ def _of_one_tensor(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample(f"form {i}", (form,))
 
 
+#: Zeros, numbers that are subnormal in float32, the largest ones, infinity and NaN of both signs.
+_EDGES = (
+    0.0,
+    -0.0,
+    1e-45,
+    1e-40,
+    1e-38,
+    1e-3,
+    0.3,
+    448.0,
+    57344.0,
+    3e38,
+    3.4028234663852886e38,
+    torch.inf,
+    torch.nan,
+    -torch.nan,
+)
+
+
 @_of("multi_amax", "multi_scales")
 def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
     xs = [_matrix(on, 130, 200), _matrix(on, 1, 7, torch.float32), _matrix(on, 512, 512), torch.zeros(0, 3, device=on)]
@@ -253,10 +295,14 @@ def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample("many", (xs,))
         yield Sample("one", (xs[:1],))
         yield Sample("per matrix", ([_matrix(on, 130, 200).view(5, 26, 200)],), {"per_matrix": True})
-        yield Sample("per matrix, many", (_forms(on)[4:],), {"per_matrix": True})
+        yield Sample("per matrix, many", (_forms(on),), {"per_matrix": True})
         return
-    for fp8, options in ((E4M3, {"margin": 1}), (E5M2, {"power_of_2": True, "epsilon": 1e-2})):
-        yield Sample(_short(fp8), (xs, fp8), options)
+    edges = [torch.tensor([v], device=on) for v in _EDGES]
+    many = {"many": xs, "edges": edges, "long": [torch.linspace(-3, 5, 20011, device=on)], "forms": [*_forms(on), *edges]}
+    for (what, given), fp8, options in itertools.product(
+        many.items(), (E4M3, E5M2), ({"margin": 1}, {"power_of_2": True, "epsilon": 1e-2})
+    ):
+        yield Sample(f"{what}, {_short(fp8)}, {options}", (given, fp8), options)
 
 
 @_of("checksums")
@@ -270,27 +316,43 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
 
 @_of("scale_from_amax", "scales_from_amax")
 def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
-    edges = torch.tensor([0.0, 1e-38, 0.3, 448.0, 3e38, torch.inf, torch.nan], device=on)
+    random = torch.exp2(40 * torch.randn(300, device=on))  # whose quotients round
+    vector = torch.cat([torch.tensor(_EDGES, device=on), random[random.isfinite()]])
+    matrix = vector[:280].view(20, 14)
+    views = {"edges": vector, "one": vector[6], "of one": vector[1:2], "later ones": vector[5:], "every third": vector[::3]}
+    views |= {"a transpose": matrix.t(), "columns": matrix[:, 2:9], "none": vector[:0], "repeated": vector[6].expand(4)}
+    views |= {"bfloat16": vector[:200].bfloat16(), "float64": vector[:200].double(), "largest": vector[9:11]}
+    kinds: list[dict[str, Any]] = [
+        {"margin": margin, "epsilon": epsilon, "power_of_2": power_of_2}
+        for margin, epsilon, power_of_2 in itertools.product((0, 3, -2, 20), (0.0, 1e-2), (False, True))
+    ]
     if name == "scales_from_amax":
-        yield Sample("as engines", (edges, E4M3), {"epsilon": 1e-2, "inverse": "multiply"})
-        yield Sample("as engines, one", (edges[3], E5M2), {"inverse": "divide"})
-    for fp8, options in ((E4M3, {}), (E5M2, {"margin": 2}), (E4M3, {"power_of_2": True, "epsilon": 1e-2})):
-        yield Sample(f"{_short(fp8)} {options}", (edges, fp8), options)
-        yield Sample(f"one, {_short(fp8)} {options}", (edges[2], fp8), options)
+        kinds += [{"epsilon": epsilon, "inverse": inverse} for epsilon in (0.0, 1e-2) for inverse in ("multiply", "divide")]
+    for i, (what, amax) in enumerate(views.items()):
+        for j, options in enumerate(kinds if what in ("edges", "largest") else (kinds[i % 16], kinds[-1 - i % 4])):
+            yield Sample(f"{what}, {options}", (amax, (E4M3, E5M2)[(i + j) % 2]), options)
 
 
 @_of("transposed_copy")
 def _transposed_copy(on: torch.device) -> Iterator[Sample]:
-    for rows, cols in ((512, 768), (130, 400)):
-        yield Sample(f"{rows} x {cols}", (_matrix(on, rows, cols).to(E5M2),))
+    for rows, cols in ((512, 768), (256, 256), (130, 400), (129, 257), (1, 130), (1, 1), (0, 7), (5, 0)):
+        every = torch.arange(rows * cols, device=on).to(torch.uint8).view(rows, cols)
+        wide = torch.nn.functional.pad(every, (3, 4)).view(E4M3)
+        yield Sample(f"{rows} x {cols}", (every.view(E5M2),))
+        yield Sample(f"{rows} x {cols} of a wider one", (wide[:, 3 : cols + 3],))
+        yield Sample(f"{rows} x {cols}, a transpose", (every.view(E4M3).t(),))
 
 
 @_of("load_scales", "take")
 def _vectors(name: str, on: torch.device) -> Iterator[Sample]:
     vector = torch.rand(300, device=on) + 0.5
     slots = torch.arange(299, -1, -1, device=on)
-    yield Sample("some", (vector, slots, 128) if name == "load_scales" else (vector, [7, 0, 299, 7]))
-    yield Sample("few", (vector, slots, 0) if name == "load_scales" else (vector, [1]))
+    if name == "take":
+        yield Sample("some", (vector, [7, 0, 299, 7]))
+        yield Sample("few", (vector, [1]))
+        return
+    for count in (128, 0, 1, 5, 300):
+        yield Sample(f"{count}", (vector, slots, count))
 
 
 @_of("record_amax")
@@ -304,19 +366,27 @@ def _records(on: torch.device) -> Iterator[Sample]:
     for label, of_each in shapes.items():
         observed = [10 * torch.rand(shape, device=on) for shape in of_each]
         yield Sample(label, (amax, slots, observed, [7, 20, 0]), {"in_parts": "parts" in label})
+    for index in ([0], [3, 4, 5], [7, 2, 9], [5, 5, 6], list(range(20, 170)), list(range(0, 200, 2)), [199]):
+        values = [torch.tensor(float(7 * i % 11), device=on) for i in range(len(index))]
+        values[-1] = torch.tensor(torch.nan, device=on)
+        dtype = torch.int32 if len(index) % 2 else torch.int64
+        yield Sample(f"{len(index)} from {index[0]}", (amax, slots.to(dtype), values, index))
     yield Sample("none", (amax, slots, [], []))
 
 
 @_of("update_scales")
 def _update_scales(on: torch.device) -> Iterator[Sample]:
-    limits = torch.tensor([448.0, 57344.0], device=on).repeat(19)[:37]
-    for length, algo, margin in ((1, "max", 0), (130, "max", 3), (400, "most_recent", -2)):
-        history = torch.rand(length, 37, device=on)
-        history[0, :4] = torch.tensor([torch.inf, torch.nan, 0.0, 1e-44])
-        state = history, torch.full((37,), 2.5, device=on), limits
-        count = torch.full((37,), 5, dtype=torch.int32, device=on)
-        yield Sample(f"{algo} of {length}", state, {"algo": algo, "margin": margin, "num_non_finite": count})
-        yield Sample(f"{algo} of {length}, not counted", state, {"algo": algo, "margin": margin})
+    turns = itertools.cycle((0, 3, -2))
+    for length, n, algo in itertools.product((1, 2, 3, 129, 130, 131, 400), (1, 37), ("max", "most_recent")):
+        limits = torch.tensor([448.0, 57344.0], device=on).repeat(19)[:n]
+        history = torch.exp(8 * torch.randn(length, n + 3, device=on))
+        history[0, :5] = torch.tensor([3e38, torch.inf, torch.nan, 0.0, 1e-44], device=on)[: len(history[0])]
+        state = history[:, :n], torch.full((n,), 2.5, device=on), limits
+        count = torch.full((n,), 5, dtype=torch.int32, device=on)
+        options = {"algo": algo, "margin": next(turns)}
+        yield Sample(f"{algo} of {length} of {n}", state, {**options, "num_non_finite": count})
+        yield Sample(f"{algo} of {length} of {n}, not counted", state, options)
+    yield Sample("none", tuple(torch.empty(shape, device=on) for shape in ((4, 0), (0,), (0,))))
 
 
 @_of("scaled_mm", "scaled_mm_rowwise")
@@ -429,10 +499,7 @@ def _statistics(name: str, on: torch.device) -> Iterator[Sample]:
     """Kernels, their sums aside, and plain torch."""
     a, b = _matrix(on, 130, 200), _matrix(on, 200, 72)
     if name == "quantization_statistics":
-        scale = torch.tensor(3.0, device=on)
-        yield Sample("tensor", (a, E4M3, scale, 1 / scale), {"granularity": TENSOR.value}, sums=1e-6)
-        for kind in ("row_wise", "block_1x128", "block_1x32"):
-            yield Sample(kind, (a, E4M3), {"granularity": kind, "columnwise": True, "power_of_2": True}, sums=1e-6)
+        yield from _statistics_of_matrices(on)
     elif name == "statistics_of_parts":
         parts = [torch.arange(1.0, 9.0, dtype=torch.float64, device=on) for _ in range(2)]
         amax, counts = torch.ones(8, device=on), torch.full((8,), 3 + (2 << 10) + (1 << 20), dtype=torch.int32, device=on)
@@ -443,3 +510,42 @@ def _statistics(name: str, on: torch.device) -> Iterator[Sample]:
     else:
         vectors = [torch.full_like(empty_statistics(1, on)[0], float(i)) for i in (1, 2)]
         yield Sample("two rows", (empty_statistics(4, on), vectors, [0, 2]))
+
+
+def _statistics_of_matrices(on: torch.device) -> Iterator[Sample]:
+    """One scale, those of engines, of lines and of blocks; each copy and both; strided ones, stacks, rows in groups."""
+
+    def lost(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """Everything that is counted, in either format."""
+        x = _with_non_finite(_matrix(on, rows, cols, torch.float32)) * torch.logspace(-6, 2, cols, device=on)
+        x.view(-1)[3:8] = torch.tensor([1e-30, -1e-30, -1e-9, 1e-42, 3e38], device=on)
+        return x.to(dtype)
+
+    x, thin = lost(100, 140, torch.bfloat16), lost(33, 70, torch.float32).t()
+    stack = torch.stack([lost(40, 70, torch.float16), 3 * lost(40, 70, torch.float16)])
+    three = torch.tensor([1.0, 7.0, 0.01], device=on)
+    for what, given, scale in (("matrix", x, three[1]), ("stack", stack, three[:2]), ("stack, one scale", stack, three[2])):
+        yield Sample(what, (given, E5M2, scale, 1 / scale), {"granularity": TENSOR.value}, sums=1e-6)
+    kinds = [ROW.value, ONE.value, TWO.value, MX.value]
+    for i, (kind, square) in enumerate([*((kind, False) for kind in kinds), (MX.value, True)]):
+        both: dict[str, Any] = {"granularity": kind, "columnwise": True, "power_of_2": True, "square": square}
+        both |= {"epsilon": 1e-3} if kind == ONE.value else {}
+        for j, (given, fp8, sides) in enumerate(
+            ((x, E4M3, {}), (stack, E5M2, {"rowwise": False}), (thin, E4M3, {"columnwise": False}))
+        ):
+            other = {"power_of_2": kind == MX.value or (i + j) % 2 == 0}
+            yield Sample(f"{kind}, {square}, {j}", (given, fp8), both | sides | other, sums=1e-6)
+    yield Sample("as engines", (thin, E4M3), {"granularity": ROW.value, "inverse": "divide", "power_of_2": False}, sums=1e-6)
+    factors = NAMESPACE.operations["cast_rowwise"].reference([x], E4M3, columnwise=True, pad_rows=True, power_of_2=True)[1::2]
+    given_factors = {"granularity": ROW.value, "columnwise": True, "power_of_2": True}
+    yield Sample("factors of casts", (x, E4M3, None, None, None, None, *factors), given_factors, sums=1e-6)
+    rows, ends = lost(150, 40, torch.bfloat16), torch.tensor([30, 30, 135], dtype=torch.int32, device=on)
+    for label, index in (("in place", None), ("gathered", torch.randint(0, 150, (140,), device=on))):
+        scale = three[1]
+        yield Sample(f"groups {label}", (rows, E4M3, scale, 1 / scale, ends, index), {"granularity": TENSOR.value}, sums=1e-6)
+        for kind in (ROW.value, ONE.value, MX.value):
+            options = {"granularity": kind, "columnwise": True, "power_of_2": True}
+            yield Sample(f"groups {label}, {kind}", (rows, E4M3, None, None, ends, index), options, sums=1e-6)
+    columns = NAMESPACE.operations["cast_columns"].reference(rows, E4M3, ends, granularity="row_wise", pad_outer=True)[1]
+    options = {"granularity": ROW.value, "rowwise": False, "columnwise": True, "power_of_2": True}
+    yield Sample("factors of groups", (rows, E4M3, None, None, ends, None, None, columns), options, sums=1e-6)

@@ -18,8 +18,7 @@ from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.scaling import scale_shape
 from tests.lowering.deep_gemm_stand_in import Library
-from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
-from tests.support.copies import one_copy
+from tests.lowering.kernel_cases import FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 
 CASES: dict[str, Callable[[str], None]] = {}
 TENSOR, ROW, MX, ONE, TWO = Granularity
@@ -198,41 +197,6 @@ def rows_by_deep_gemm(device: str) -> None:
         assert_same(found[: sum(sizes)], reference.scaled_grouped_mm(*operands, **options_of((ONE, TWO)))[: sum(sizes)])
 
 
-def stacks_of_matrices(device: str) -> list[torch.Tensor]:
-    """Whole tiles and parts of one, column-major, strided, with non-finite elements, empty."""
-    found = []
-    for i, (rows, cols) in enumerate([(63, 100), (129, 257), (128, 256), (1, 1), (0, 7)]):
-        matrices = [awkward(rows, cols + e, INPUTS[i % 3], device, non_finite=e == 1)[:, :cols] for e in range(3)]
-        found.append(torch.stack(matrices))
-    turned = awkward(3 * 40, 70, torch.bfloat16, device, non_finite=True).view(3, 40, 70).mT
-    return [*found, turned, torch.stack([found[0]] * 2, 3)[..., 0][:, ::2]]
-
-
-@case
-def stacks_per_tensor(device: str) -> None:
-    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
-        check("multi_amax", [x], per_matrix=True)
-        scale = torch.tensor([0.5, 3.7, 8.0], device=device) if i % 3 else torch.tensor(3.7, device=device)
-        for columnwise in (False, True):
-            layout = one_copy(columnwise=columnwise, pad_outer=i % 2 == 0)
-            check("cast", [x], [scale], fp8, **layout, with_amax=(i + columnwise) % 2 == 1)
-        check("cast", [x], [scale], fp8, columnwise=True, with_amax=i % 2 == 1, **FLAGS[i % 4])
-        beside = [x, x[0], x.mT], [scale, torch.tensor(2.0, device=device), scale]
-        check("cast", *beside, fp8, columnwise=True, with_amax=i % 2 == 0, **FLAGS[i % 4])
-
-
-@case
-def stacks_per_line(device: str) -> None:
-    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
-        scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
-        blocks = {"granularity": (ONE, TWO)[i // 2 % 2].value, **scaling}
-        layout = {"columnwise": i % 4 < 2, "pad_outer": i % 3 == 0}
-        check("cast_rowwise", [x], fp8, **one_copy(**layout, **scaling))
-        check("cast_rowwise", [x], fp8, **FLAGS[i % 4], **scaling, columnwise=True)
-        check("cast_blockwise", [x], fp8, **one_copy(**layout, **blocks))
-        check("cast_blockwise", [x], fp8, **FLAGS[i % 4], **blocks, columnwise=True)
-
-
 @case
 def columns_of_groups(device: str) -> None:
     """Bytes moved and values quantized, of rows in groups and of rows gathered; NaN where no group reads."""
@@ -253,25 +217,6 @@ def columns_of_groups(device: str) -> None:
         check("cast_columns", x, fp8, offs, index, granularity="row_wise", **scaling)
         if not gathered:  # the rowwise copy is that of all rows, also of those that no group reads
             check("cast_columns", x, fp8, offs, granularity="block_1x128", **scaling, rowwise=True)
-
-
-@case
-def mxfp8_scales_of_128(device: str) -> None:
-    """Powers of two at either end, the padding and others; ragged sizes, more tiles than a program has, none."""
-    cast = blockwise_reference.cast_blockwise
-    for m, n, k in ((128, 256, 512), (130, 33, 1300), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0)):
-        kinds = {False: "block_1x128", True: "block_128x128"}
-        for square_a, square_b in itertools.product(kinds, repeat=2):
-            xs = [awkward(outer, k, torch.float32, device) * 2.0**-20 for outer in (m, n)]
-            scales = []
-            for x, square in zip(xs, (square_a, square_b), strict=True):
-                scale = cast([x], E4M3, granularity=kinds[square], power_of_2=True)[1]
-                ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=device)[
-                    : scale.numel()
-                ]
-                scale.view(-1)[: len(ends)] = ends
-                scales.append(scale)
-            check("e8m0_scales", *scales, m, n, k, square_a=square_a, square_b=square_b)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
 CASES = json.loads(bytes(GOLDEN["index"]))
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 INPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SHAPES = [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5)]
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 
 
@@ -50,55 +49,6 @@ def test_a_large_weight_has_the_scales_of_its_blocks():
     amax = torch.nn.functional.max_pool2d(x.abs().float()[None], 128)[0]
     assert torch.equal(scale_inv, torch.exp2(torch.ceil(torch.log2(amax / 448))))
     assert q.shape == x.shape
-
-
-@each("shape", [*SHAPES, (0, 5), (4, 0)])
-@each("granularity", [ONE, TWO])
-@each("pad_outer", [False, True])
-@each("columnwise", [False, True])
-def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, granularity, pad_outer, columnwise):
-    x = wide_range(*shape)
-    q, scale_inv = lowering.cast_blockwise(
-        x, E4M3, granularity=granularity, columnwise=columnwise, pad_outer=pad_outer, power_of_2=False
-    )
-    oriented = x.t() if columnwise else x
-    q_expected, compact = lowering.quantize_blockwise(oriented, E4M3, granularity.block, power_of_2=False)
-    outer, inner = oriented.shape
-    padded_outer = -(-outer // 16) * 16 if pad_outer else outer
-    assert q.shape == (padded_outer, -(-inner // 16) * 16)
-    assert same_bits(q[:outer, :inner], q_expected)
-    assert not q.view(torch.uint8)[outer:].any()
-    assert not q.view(torch.uint8)[:, inner:].any()
-
-    stored = compact.t() if granularity is ONE else compact
-    width = padded_outer if granularity is ONE else compact.shape[1]
-    assert scale_inv.is_contiguous()
-    assert scale_inv.shape == (stored.shape[0], -(-width // 4) * 4)
-    assert same_bits(scale_inv[:, : stored.shape[1]], stored)
-    assert not scale_inv[:, stored.shape[1] :].any()
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
-@pytest.mark.parametrize("granularity", [ONE, TWO])
-def test_both_orientations_and_the_compact_format_give_the_same_bits(shape, granularity):
-    x = wide_range(*shape, dtype=torch.bfloat16)
-    both = lowering.cast_transpose_blockwise(x, E4M3, granularity=granularity, pad_rows=True)
-    single = [
-        *lowering.cast_blockwise(x, E4M3, granularity=granularity, pad_outer=True),
-        *lowering.cast_blockwise(x, E4M3, granularity=granularity, columnwise=True),
-    ]
-    q, scale_inv, q_columnwise, scale_inv_columnwise = lowering.compact_blockwise(x, E4M3, granularity=granularity)
-    a, b = shape
-    blocks_a, blocks_b = -(-a // 128), -(-b // 128)
-    assert q.shape == q_columnwise.shape == (a, b)
-    assert scale_inv.shape == ((a, blocks_b) if granularity is ONE else (blocks_a, blocks_b))
-    assert scale_inv_columnwise.shape == ((blocks_a, b) if granularity is ONE else (blocks_a, blocks_b))
-    converted = [
-        *lowering.gemm_ready_blockwise(q, scale_inv, granularity=granularity, pad_outer=True),
-        *lowering.gemm_ready_blockwise(q_columnwise, scale_inv_columnwise, granularity=granularity, columnwise=True),
-    ]
-    for tensors in (both, converted):
-        assert all(same_bits(actual, expected) for actual, expected in zip(tensors, single, strict=True))
 
 
 def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():

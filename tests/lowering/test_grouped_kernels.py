@@ -67,7 +67,7 @@ def test_clearing_compiles_without_spills(arch):
     from lowering.grouped.kernels.gemm import clear_rows_of_no_group
 
     (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
-    assert compiled(launch, arch).stack == 0
+    assert compiled(launch, arch).used.stack == 0
 
 
 @needs_triton
@@ -81,7 +81,7 @@ def test_moved_rows_compile_without_spills(arch):
     assert len(there) == 3
     for launch in (*there, *back):
         result = compiled(launch, arch)
-        assert result.stack == 0
+        assert result.used.stack == 0
         if launch.kernel.__name__ == "move_rows_kernel":
             assert "ld.global.v2.b64" in result.ptx
             assert "st.global.v2.b64" in result.ptx

@@ -3,9 +3,9 @@
 The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see benchmarks/variants.py.
 """
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -29,16 +29,6 @@ class Compiled(NamedTuple):
     ptx: str
     used: Used
 
-    @property
-    def registers(self) -> int:
-        """Per thread."""
-        return self.used.registers
-
-    @property
-    def stack(self) -> int:
-        """Bytes per thread of spilled registers."""
-        return self.used.stack
-
 
 def compiled(launch: Launch, arch: int) -> Compiled:
     """Compile a launch."""
@@ -60,83 +50,72 @@ def call(name: str, *arguments, **options) -> list[Launch]:
     return recorded(kernel(name), *arguments, **options)
 
 
-def blockwise(block: str, fp8: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, both: bool = False, **options):
-    """Launch the cast of three matrices."""
-    copies = {"columnwise": True} if both else one_copy(**options)
-    return call("cast_blockwise", [matrix(4096, 4096, dtype)] * 3, fp8, granularity=f"block_{block}", **copies)
-
-
-def step_boundary(algo: str) -> list[Launch]:
+def step_boundary() -> tuple:
     history, vector, counts = torch.zeros(1024, 1008), torch.zeros(1008), torch.zeros(1008, dtype=torch.int32)
-    state = history[:, :1000], vector[:1000], vector[:1000]
-    return call("update_scales", *state, num_non_finite=counts[:1000], algo=algo, margin=1)
+    options = {"num_non_finite": counts[:1000], "algo": "max", "margin": 1}
+    return "update_scales", (history[:, :1000], vector[:1000], vector[:1000]), options
 
 
-CALLS: dict[str, Callable[[], list[Launch]]] = {
-    "amax bf16": lambda: call("amax", matrix(4096, 4096)),
-    "quantize e4m3": lambda: call("quantize", matrix(4096, 4096), SCALE, E4M3),
-    "quantize e5m2 fp32": lambda: call("quantize", matrix(4096, 4096, torch.float32), SCALE, E5M2),
-    "cast e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3),
-    "cast columnwise": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, rowwise=False, columnwise=True),
-    "cast_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, with_amax=True),
-    "cast_transpose e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True),
-    "cast_transpose_amax e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True, with_amax=True),
-    "cast_transpose_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True),
-    "cast_transpose_amax fp32": lambda: call(
-        "cast", [matrix(4096, 4096, torch.float32)], [SCALE], E4M3, columnwise=True, with_amax=True
-    ),
-    "cast_transpose_amax column-major": lambda: call(
-        "cast", [matrix(4096, 4096).t()], [SCALE], E4M3, columnwise=True, with_amax=True
-    ),
-    "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
-    "multi aligned": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, columnwise=True, with_amax=True),
-    "checksums": lambda: call("checksums", [matrix(4096, 4096), matrix(4096, 1024, torch.float32)]),
-    "multi blockwise both": lambda: blockwise("128x128", both=True),
-    "rowwise both": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, columnwise=True),
-    "rowwise row": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, power_of_2=False),
-    "rowwise multi aligned": lambda: call("cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, columnwise=True),
-    "update_scales max": lambda: step_boundary("max"),
-    "record_amax": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))),
-    "cast_partial_amax": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, with_amax=True, in_parts=True),
-    "cast_transpose_partial_amax": lambda: call(
-        "cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True, in_parts=True
-    ),
-    "load_scales": lambda: call("load_scales", torch.ones(64), torch.arange(64), 40),
-    "cast_transpose_mxfp8 e4m3": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True),
+X, BOTH, AMAX = matrix(4096, 4096), {"columnwise": True}, {"with_amax": True}
+ONE_OF = [X], [SCALE], E4M3
+MANY = [X] * 3, [SCALE] * 3, E4M3
+#: Operation, arguments and options of calls in words.
+_CALLS: dict[str, tuple[str, tuple, dict]] = {
+    "amax bf16": ("amax", (X,), {}),
+    "quantize e4m3": ("quantize", (X, SCALE, E4M3), {}),
+    "quantize e5m2 fp32": ("quantize", (X.float(), SCALE, E5M2), {}),
+    "cast e4m3": ("cast", ONE_OF, {}),
+    "cast columnwise": ("cast", ONE_OF, {"rowwise": False, **BOTH}),
+    "cast_amax e5m2": ("cast", ([X], [SCALE], E5M2), AMAX),
+    "cast_transpose e4m3": ("cast", ONE_OF, BOTH),
+    "cast_transpose_amax e4m3": ("cast", ONE_OF, BOTH | AMAX),
+    "cast_transpose_amax e5m2": ("cast", ([X], [SCALE], E5M2), BOTH | AMAX),
+    "cast_transpose_amax fp32": ("cast", ([X.float()], [SCALE], E4M3), BOTH | AMAX),
+    "cast_transpose_amax column-major": ("cast", ([X.t()], [SCALE], E4M3), BOTH | AMAX),
+    "transposed copy": ("transposed_copy", (matrix(4096, 4096, torch.uint8).view(E4M3),), {}),
+    "multi aligned": ("cast", MANY, BOTH | AMAX),
+    "checksums": ("checksums", ([X, matrix(4096, 1024, torch.float32)],), {}),
+    "multi blockwise both": ("cast_blockwise", ([X] * 3, E4M3), {"granularity": "block_128x128", **BOTH}),
+    "rowwise both": ("cast_rowwise", ([X], E4M3), BOTH),
+    "rowwise row": ("cast_rowwise", ([X], E4M3), {"power_of_2": False}),
+    "rowwise multi aligned": ("cast_rowwise", ([X] * 3, E4M3), BOTH),
+    "update_scales max": step_boundary(),
+    "record_amax": ("record_amax", (torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))), {}),
+    "cast_partial_amax": ("cast", ONE_OF, AMAX | {"in_parts": True}),
+    "cast_transpose_partial_amax": ("cast", ([X], [SCALE], E5M2), BOTH | AMAX | {"in_parts": True}),
+    "load_scales": ("load_scales", (torch.ones(64), torch.arange(64), 40), {}),
+    "cast_transpose_mxfp8 e4m3": ("cast_mxfp8", ([X], E4M3), BOTH),
 }
-
-
-def vectors_of(name: str) -> tuple[Counter[str], str]:
-    launch = CALLS[name]()[0]
-    result = compiled(launch, 90)
-    return global_accesses(result.ptx), result.ptx
+CALLS = {words: functools.partial(call, name, *arguments, **options) for words, (name, arguments, options) in _CALLS.items()}
 
 
 # Per thread: a tile of R x C elements over 32 * num_warps threads, 16 bytes an access.
+TILE = 64 * 128
+
+
 @pytest.mark.parametrize(
-    ("name", "loads", "stores"),
+    ("name", "loaded", "stored", "threads"),
     [
-        ("amax bf16", 8192 * 2 / 256 / 16, 0),
-        ("checksums", 4096 * 4 / 256 / 16, 0),
-        ("quantize e4m3", 8192 * 2 / 256 / 16, 8192 / 256 / 16),
-        ("quantize e5m2 fp32", 8192 * 4 / 256 / 16, 8192 / 256 / 16),
-        ("cast e4m3", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
-        ("cast columnwise", 64 * 128 * 2 / 128 / 16, 64 * 128 / 128 / 16),
-        ("cast_amax e5m2", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
-        ("cast_transpose e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
-        ("cast_transpose_amax e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
-        ("cast_transpose_amax e5m2", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
-        ("cast_transpose_amax fp32", 64 * 128 * 4 / 128 / 16, 2 * 64 * 128 / 128 / 16),
-        ("cast_transpose_amax column-major", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
-        ("multi aligned", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("amax bf16", 8192 * 2, 0, 256),
+        ("checksums", 4096 * 4, 0, 256),
+        ("quantize e4m3", 8192 * 2, 8192, 256),
+        ("quantize e5m2 fp32", 8192 * 4, 8192, 256),
+        ("cast e4m3", TILE * 2, TILE, 256),
+        ("cast columnwise", TILE * 2, TILE, 128),
+        ("cast_amax e5m2", TILE * 2, TILE, 256),
+        *((f"cast_transpose{kind}", TILE * 2, 2 * TILE, 128) for kind in (" e4m3", "_amax e4m3", "_amax e5m2")),
+        ("cast_transpose_amax fp32", TILE * 4, 2 * TILE, 128),
+        ("cast_transpose_amax column-major", TILE * 2, 2 * TILE, 128),
+        ("multi aligned", TILE * 2, 2 * TILE, 128),
     ],
 )
-def test_aligned_tiles_move_16_bytes_an_access(name, loads, stores):
+def test_aligned_tiles_move_16_bytes_an_access(name, loaded, stored, threads):
     """Each element is loaded once and each copy stored once, all by vectors; what is left are scalars.
 
     E5M2 looks at a tile that has infinities again, behind its last vector, once for each copy, and stores those by bytes.
     """
-    _, ptx = vectors_of(name)
+    loads, stores = loaded / threads / 16, stored / threads / 16
+    ptx = compiled(CALLS[name]()[0], 90).ptx
     usual, again = ptx, ""
     copies = 2 if "transpose" in name else 1
     if "e5m2" in name:
@@ -160,49 +139,32 @@ def test_the_recorder_sees_misaligned_and_strided_inputs():
 
 
 @pytest.mark.parametrize(
-    ("name", "launches"),
+    ("launches", "names"),
     [
-        ("cast_transpose e4m3", 1),
-        ("cast_transpose_amax e4m3", 2),
-        ("cast_partial_amax", 1),
-        ("cast_transpose_partial_amax", 1),
-        ("amax bf16", 2),
-        ("multi aligned", 1),
-        ("rowwise both", 2),
-        ("rowwise row", 2),
-        ("rowwise multi aligned", 2),
-        ("update_scales max", 1),
-        ("record_amax", 1),
-        ("load_scales", 1),
+        (1, "cast_transpose e4m3, cast_partial_amax, cast_transpose_partial_amax, multi aligned"),
+        (1, "update_scales max, record_amax, load_scales"),
+        (2, "cast_transpose_amax e4m3, amax bf16, rowwise both, rowwise row, rowwise multi aligned"),
     ],
 )
-def test_number_of_launches(name, launches):
-    assert len(CALLS[name]()) == launches
+def test_number_of_launches(launches, names):
+    assert {name: len(CALLS[name]()) for name in names.split(", ")} == dict.fromkeys(names.split(", "), launches)
 
 
 def test_one_tile_needs_no_second_launch():
     assert len(call("amax", matrix(16, 16))) == 1
-    assert len(call("cast", [matrix(16, 16)], [SCALE], E4M3, columnwise=True, with_amax=True)) == 1
+    assert len(call("cast", [matrix(16, 16)], [SCALE], E4M3, **BOTH | AMAX)) == 1
 
 
-def test_many_matrices_of_one_kind_are_one_launch():
-    xs = [matrix(16 * i, 64) for i in range(1, 200)]
-    assert len(call("cast", xs, [SCALE] * len(xs), E4M3, columnwise=True, with_amax=True)) == 1
-    mixed = [*xs, matrix(33, 50), matrix(16, 16, torch.float32)]
-    assert len(call("cast", mixed, [SCALE] * len(mixed), E4M3, columnwise=True, with_amax=True)) == 3
-
-
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_many_single_copies_are_one_launch(columnwise):
+@pytest.mark.parametrize("copies", [BOTH, one_copy(columnwise=False), one_copy(columnwise=True)])
+def test_many_matrices_of_one_kind_are_one_launch(copies):
     xs = [matrix(128 * i, 256) for i in range(1, 150)]
-    wanted = {"columnwise": columnwise}
+    mixed = [*xs, matrix(130, 256), matrix(128, 128, torch.float32)]
     for with_amax in (False, True):
-        assert len(call("cast", xs, list(torch.ones(len(xs))), E4M3, **one_copy(**wanted), with_amax=with_amax)) == 1
+        for given, launches in ((xs, 1), (mixed, 3)):
+            assert len(call("cast", given, list(torch.ones(len(given))), E4M3, **copies, with_amax=with_amax)) == launches
     for granularity in ("block_1x128", "block_128x128"):
-        assert len(call("cast_blockwise", xs, E4M3, **one_copy(granularity=granularity, **wanted))) == 1
-        assert len(call("cast_blockwise", xs, E4M3, granularity=granularity, columnwise=True)) == 1
-        mixed = [*xs, matrix(130, 256), matrix(128, 128, torch.float32)]
-        assert len(call("cast_blockwise", mixed, E4M3, **one_copy(granularity=granularity, **wanted))) == 3
+        assert len(call("cast_blockwise", xs, E4M3, **copies, granularity=granularity)) == 1
+        assert len(call("cast_blockwise", mixed, E4M3, **copies, granularity=granularity)) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ import torch
 
 import lowering
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX
+from lowering.mxfp8.reference import unswizzled
 from tests.lowering.test_blockwise import same_bits, wide_range
 from tests.support.cases import each
+from tests.support.copies import one_copy
 from tests.support.fp8 import VALUES, codes_of
+
+ops = torch.ops.lowering
 
 #: Kind of scales -> rows and columns that share one; None is all of them.
 KINDS: dict[str, tuple[int, int | None]] = {"rows": (1, None), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
@@ -66,6 +70,64 @@ def test_any_shape_is_flattened_to_rows(kind, shape):
     assert scales.is_contiguous()
     for got, want in zip((q, scales), quantized(kind, x.reshape(rows, shape[-1])), strict=True):
         assert same_bits(got.reshape(want.shape), want)
+
+
+def cast(kind: str, xs: list[torch.Tensor], dtype: torch.dtype, **options) -> list[torch.Tensor]:
+    """Copies as GEMMs take them, each with its scales."""
+    if kind == "rows":
+        return ops.cast_rowwise(xs, dtype, power_of_2=False, **options)
+    if kind in ("1x32", "32x32"):
+        return ops.cast_mxfp8(xs, dtype, square=kind == "32x32", **options)
+    return ops.cast_blockwise(xs, dtype, granularity=f"block_{kind}", power_of_2=False, **options)
+
+
+def same_scales(kind: str, found: torch.Tensor, compact: torch.Tensor, outer: int, inner: int) -> bool:
+    """True for the compact scales in the layout of GEMMs: NOTE [scale layouts] in each reference, written out again."""
+    if kind in ("1x32", "32x32"):
+        lines = torch.arange(compact.shape[0]) if kind == "1x32" else torch.arange(outer) // 32
+        return torch.equal(unswizzled(found, outer, inner), compact[lines])
+    if kind == "rows":
+        return same_bits(found, torch.cat([compact, torch.ones(found.shape[0] - len(compact), 1)]))
+    stored = compact.t() if kind == "1x128" else compact
+    width = found.shape[1] if kind == "1x128" else stored.shape[1]
+    return same_bits(found, torch.nn.functional.pad(stored, (0, -(-width // 4) * 4 - stored.shape[1])))
+
+
+@each("shape", [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (1, 1), (0, 5), (4, 0)])
+@each("kind", ["rows", "1x128", "128x128", "1x32", "32x32"])
+@each("pad", [False, True])
+def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
+    """Both copies, one, those of several matrices, and the compact format made GEMM-ready: the same bits, padded with zeros."""
+    x, dtype = wide_range(*shape, dtype=(torch.float32, torch.bfloat16)[pad]), (E4M3, E5M2)[pad]
+    pads = {"pad_rows": pad, "pad_cols": pad}
+    both = cast(kind, [x], dtype, columnwise=True, **pads)
+    many = cast(kind, [x, wide_range(3, 7).to(x.dtype), x], dtype, columnwise=True, **pads)
+    for columnwise, oriented in ((False, x), (True, x.t())):
+        q, scales = both[2 * columnwise : 2 * columnwise + 2]
+        outer, inner = oriented.shape
+        how = {"square": True} if kind == "32x32" else {} if kind == "1x32" else {"power_of_2": False}
+        values, compact = quantized(kind.replace("32x32", "1x32"), oriented, dtype, **how)
+        step = 32 if "32" in kind else 16
+        assert q.shape == (outer + (-outer % 16 if pad else 0), inner + -inner % step)
+        assert same_bits(q[:outer, :inner], values)
+        assert not q.view(torch.uint8)[outer:].any()
+        assert not q.view(torch.uint8)[:, inner:].any()
+        assert scales.is_contiguous()
+        assert same_scales(kind, scales, compact, outer, inner)
+        side = one_copy(columnwise=columnwise, pad_outer=pad)
+        ways = [cast(kind, [x], dtype, **side), many[6 * columnwise :: 3][:2], many[6 * columnwise + 2 :: 3][:2]]
+        two = cast(kind, [x, x], dtype, **side)
+        ways += [two[::2], two[1::2]]
+        if kind != "rows":
+            packed = cast(kind, [x], dtype, compact=True, rowwise=not columnwise, columnwise=columnwise)
+            if "32" in kind:
+                ready = ops.gemm_ready_mxfp8(*packed, square=kind == "32x32", columnwise=columnwise, pad_outer=pad)
+            else:
+                ready = ops.gemm_ready_blockwise(*packed, granularity=f"block_{kind}", columnwise=columnwise, pad_outer=pad)
+            ways.append(ready)
+        for way in ways:
+            assert same_bits(way[0], q)
+            assert torch.equal(way[1], scales)
 
 
 @each("value", [0.0, float("inf"), float("-inf"), float("nan")])

@@ -18,7 +18,6 @@ from tests.support.copies import one_copy
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
 ops = torch.ops.lowering
-SHAPES = [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (5, 1)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -43,25 +42,6 @@ def test_scales_and_values_are_torchaos(dtype, power_of_2, epsilon):
     assert same_bits(q[same], to_fp8_saturated(x.float() * scale, E4M3)[same])
 
 
-@each("shape", [*SHAPES, (0, 5), (4, 0)])
-@each("pad_outer", [False, True])
-@each("columnwise", [False, True])
-def test_a_cast_is_the_padded_quantization(shape, pad_outer, columnwise):
-    x = wide_range(*shape)
-    q, scale_inv = ops.cast_rowwise([x], E4M3, **one_copy(columnwise=columnwise, pad_outer=pad_outer, power_of_2=False))
-    oriented = x.t() if columnwise else x
-    q_expected, scale_inv_expected = lowering.quantize_rowwise(oriented, E4M3, power_of_2=False)
-    outer, inner = oriented.shape
-    assert q.shape == (-(-outer // 16) * 16 if pad_outer else outer, -(-inner // 16) * 16)
-    assert same_bits(q[:outer, :inner], q_expected)
-    assert not q.view(torch.uint8)[outer:].any()
-    assert not q.view(torch.uint8)[:, inner:].any()
-    assert scale_inv.is_contiguous()
-    assert scale_inv.shape == (q.shape[0], 1)
-    assert same_bits(scale_inv[:outer], scale_inv_expected)
-    assert (scale_inv[outer:] == 1).all()
-
-
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("pads", [{}, {"pad_rows": True, "pad_cols": True}])
 def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
@@ -77,26 +57,6 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
             q, scale_inv = ops.cast_rowwise([x], E4M3, **one_copy(columnwise=flag, pad_outer=bool(pads)))
             assert same_bits(data[place * len(xs) + i], q)
             assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
-def test_all_ways_to_cast_give_the_same_bits(shape):
-    x, options = wide_range(*shape, dtype=torch.bfloat16), {"power_of_2": False, "epsilon": 1e-3}
-    both = ops.cast_rowwise([x], E5M2, pad_rows=True, **options, columnwise=True)
-    single = [
-        *ops.cast_rowwise([x], E5M2, **one_copy(pad_outer=True, **options)),
-        *ops.cast_rowwise([x], E5M2, **one_copy(columnwise=True, **options)),
-    ]
-    many = ops.cast_rowwise([x, wide_range(3, 7), x], E5M2, pad_rows=True, **options, columnwise=True)
-    rows, cols = (
-        ops.cast_rowwise([x, x], E5M2, **one_copy(columnwise=side, pad_outer=not side, **options)) for side in (False, True)
-    )
-    for got, want in zip([*rows, *cols], [s for s in single for _ in range(2)], strict=True):
-        assert same_bits(got, want)
-    for got, want, first, last in zip(both, single, many[::3], many[2::3], strict=True):
-        assert same_bits(got, want)
-        assert same_bits(first, want)
-        assert same_bits(last, want)
 
 
 @pytest.mark.parametrize(

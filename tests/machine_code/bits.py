@@ -339,9 +339,7 @@ def _pack_predicates(instruction: Instruction, read: Read) -> list[Word]:
     predicates, below, mask = (word_of(source, read) for source in instruction.sources)
     if mask.known != FULL or instruction.modifiers:
         return _strict(instruction, read)
-    return [
-        Word(*(new & mask.value | old & ~mask.value & FULL for new, old in zip(predicates, below, strict=True))),
-    ]
+    return [Word(*(new & mask.value | old & ~mask.value & FULL for new, old in zip(predicates, below, strict=True)))]
 
 
 def _unpack_predicates(instruction: Instruction, read: Read) -> list[Word]:

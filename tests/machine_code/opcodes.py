@@ -169,10 +169,7 @@ _ROWS: list[tuple[str, Opcode]] = [
     ("R2P", Opcode(results=Results.MASKED_PREDICATES)),
     ("B2R", Opcode(results=Results.ALL)),  # what a barrier that reduces left
     # -- tensor cores: of a warp, and of four (with operands in shared memory, which the descriptor of `gdesc` names)
-    (
-        "HMMA IMMA QMMA DMMA",
-        Opcode(width=_fragment("c"), reads=(_fragment("a"), _fragment("b"), _fragment("c"), _one)),
-    ),
+    ("HMMA IMMA QMMA DMMA", Opcode(width=_fragment("c"), reads=(_fragment("a"), _fragment("b"), _fragment("c"), _one))),
     ("HGMMA QGMMA IGMMA", Opcode(width=_fragment("c"))),  # sass.py gives the widths of their sources
     # -- memory
     ("LDG LDS LDL LD", Opcode(results=Results.BEFORE_ADDRESS, width=_moved, effect=Effect.LOAD)),
@@ -186,10 +183,7 @@ _ROWS: list[tuple[str, Opcode]] = [
     ("LDGSTS", Opcode(results=Results.NONE)),  # from global to shared memory, past the registers
     ("CCTL", Opcode(results=Results.NONE)),
     # barriers in shared memory: a state of 64 bits comes out of ARRIVE, EXCH writes 64 bits
-    (
-        "SYNCS",
-        Opcode(results=Results.BEFORE_ADDRESS, width=_pair_if("TRANS64"), reads=(_pair_if("64"),), effect=Effect.ATOMIC),
-    ),
+    ("SYNCS", Opcode(results=Results.BEFORE_ADDRESS, width=_pair_if("TRANS64"), reads=(_pair_if("64"),), effect=Effect.ATOMIC)),
     ("ARRIVES", Opcode(results=Results.NONE)),
     ("UTMALDG", Opcode(results=Results.NONE, addresses=_coordinates(2))),  # the tile's address, its barrier's
     ("UTMASTG", Opcode(results=Results.NONE, addresses=_coordinates(1))),

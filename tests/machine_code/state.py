@@ -113,11 +113,7 @@ def _live(values: Values, numbers: Numbers) -> Conditions:
 
 
 def _join_bits(
-    found: list[Bits],
-    facts: list[Conditions],
-    renamed: list[dict[Condition, Condition]],
-    live: Conditions,
-    common: Conditions,
+    found: list[Bits], facts: list[Conditions], renamed: list[dict[Condition, Condition]], live: Conditions, common: Conditions
 ) -> Bits:
     defined, known, value = found[0].word
     for bits in found[1:]:

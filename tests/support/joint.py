@@ -73,12 +73,7 @@ def _hand_out_with_kept(
 
 
 def trace(
-    model: Callable[..., Any],
-    *inputs: Any,
-    recipe: Any = "delayed",
-    trains: bool = True,
-    keeps: bool = False,
-    **options: Any,
+    model: Callable[..., Any], *inputs: Any, recipe: Any = "delayed", trains: bool = True, keeps: bool = False, **options: Any
 ) -> Joint:
     """The first graph that a call of `model` compiles. `options` are those of `fp8_compile`, but that all GEMMs are selected.
 

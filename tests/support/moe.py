@@ -1,6 +1,7 @@
 """Mixtures of experts for tests: experts whose rows are sorted already, a layer with a router, and the products of one expert
 computed by the reference operations of matrices, as an oracle."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8pass.recipes import as_recipe
 from lowering.blockwise import reference as blockwise
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.mxfp8 import reference as mxfp8
@@ -89,7 +89,8 @@ def expected(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, si
     Rows beyond the groups are zeros in the results. Delayed scaling: the first step, which scales as current scaling does.
     """
     total = sum(sizes)
-    multiply = _TensorWise(recipe, x[:total], dy[:total]) if recipe in ("delayed", "current") else _Blocks(recipe)
+    shared = {"input": tensorwise.amax(x[:total]), "grad_output": tensorwise.amax(dy[:total])}
+    multiply = functools.partial(_multiply, recipe, shared)
     out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
     dx, dw = torch.zeros_like(x), torch.zeros_like(w)
     start = 0
@@ -105,62 +106,29 @@ def expected(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, si
 
 Operand = tuple[str, torch.Tensor, bool]
 """Its kind, the matrix, and whether the GEMM reads its columnwise copy."""
+#: Cast of a matrix and product of two, of recipes whose scales lie within the rows or columns of each expert.
+_OF_LINES = {
+    "rowwise": (functools.partial(rowwise.cast_rowwise, power_of_2=True), rowwise.scaled_mm_rowwise),
+    "mxfp8": (mxfp8.cast_mxfp8, mxfp8.scaled_mm_mxfp8),
+    "blockwise": (functools.partial(blockwise.cast_blockwise, power_of_2=True), blockwise.scaled_mm_blockwise),
+}
 
 
-class _TensorWise:
-    """One scale for all rows, one for each weight."""
-
-    def __init__(self, recipe: str, x: torch.Tensor, dy: torch.Tensor):
-        self.recipe: Any = as_recipe(recipe)
-        self.shared = {"input": tensorwise.amax(x), "grad_output": tensorwise.amax(dy)}
-
-    def _cast(self, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        kind, matrix, columnwise = operand
-        dtype = E5M2 if kind == "grad_output" else E4M3
-        amax = self.shared[kind] if kind in self.shared else tensorwise.amax(matrix)
-        scale = tensorwise.scale_from_amax(amax, dtype)
-        (q,) = tensorwise.cast([matrix], [scale], dtype, **one_copy(columnwise=columnwise, pad_outer=True))
-        return q, scale.reciprocal()
-
-    def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
-        (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)
-        return _cut(tensorwise.scaled_mm(qa, qb.t(), scale_a, scale_b, out_dtype=a[1].dtype), a, b)
-
-
-class _Blocks:
-    """Scales within the rows or columns of each expert."""
-
-    def __init__(self, recipe: str):
-        self.recipe = recipe
-
-    def _granularity(self, operand: Operand) -> str:
-        return (Granularity.BLOCK_128X128 if operand[0] == "weight" else Granularity.BLOCK_1X128).value
-
-    def _cast(self, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        _, matrix, columnwise = operand
-        layout = one_copy(columnwise=columnwise, pad_outer=True)
-        if self.recipe == "rowwise":
-            q, scales = rowwise.cast_rowwise([matrix], E4M3, power_of_2=True, **layout)
-        elif self.recipe == "mxfp8":
-            q, scales = mxfp8.cast_mxfp8([matrix], E4M3, **layout)
+def _multiply(recipe: str, amaxes: dict[str, torch.Tensor], *operands: Operand) -> torch.Tensor:
+    """Of rows and columns of one expert; amaxes: those that all experts share, where there is one scale per tensor."""
+    copies, kinds = [], [(Granularity.BLOCK_128X128 if o[0] == "weight" else Granularity.BLOCK_1X128).value for o in operands]
+    for (kind, matrix, columnwise), granularity in zip(operands, kinds, strict=True):
+        layout: dict[str, Any] = one_copy(columnwise=columnwise, pad_outer=True)
+        if recipe in _OF_LINES:
+            layout |= {"granularity": granularity} if recipe == "blockwise" else {}
+            copies.append(_OF_LINES[recipe][0]([matrix], E4M3, **layout))
         else:
-            granularity = self._granularity(operand)
-            q, scales = blockwise.cast_blockwise([matrix], E4M3, granularity=granularity, power_of_2=True, **layout)
-        return q, scales
-
-    def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
-        (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)
-        kind: dict[str, Any] = {"out_dtype": a[1].dtype}
-        if self.recipe == "blockwise":
-            kind |= {"granularity_a": self._granularity(a), "granularity_b": self._granularity(b)}
-        multiply = {
-            "rowwise": rowwise.scaled_mm_rowwise,
-            "mxfp8": mxfp8.scaled_mm_mxfp8,
-            "blockwise": blockwise.scaled_mm_blockwise,
-        }[self.recipe]
-        return _cut(multiply(qa, qb.t(), scale_a, scale_b, **kind), a, b)
-
-
-def _cut(out: torch.Tensor, a: Operand, b: Operand) -> torch.Tensor:
-    rows, cols = (o[1].shape[1] if o[2] else o[1].shape[0] for o in (a, b))
+            dtype = E5M2 if kind == "grad_output" else E4M3
+            scale = tensorwise.scale_from_amax(amaxes.get(kind, tensorwise.amax(matrix)), dtype)
+            copies.append([*tensorwise.cast([matrix], [scale], dtype, **layout), scale.reciprocal()])
+    (a, scale_a), (b, scale_b) = copies
+    options: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]} if recipe == "blockwise" else {}
+    product = _OF_LINES[recipe][1] if recipe in _OF_LINES else tensorwise.scaled_mm
+    out = product(a, b.t(), scale_a, scale_b, out_dtype=operands[0][1].dtype, **options)
+    rows, cols = (matrix.shape[1] if columnwise else matrix.shape[0] for _, matrix, columnwise in operands)
     return out[:rows, :cols]
