@@ -336,11 +336,11 @@ def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
 @_of("transposed_copy")
 def _transposed_copy(on: torch.device) -> Iterator[Sample]:
     for rows, cols in ((512, 768), (256, 256), (130, 400), (129, 257), (1, 130), (1, 1), (0, 7), (5, 0)):
+        label = f"{'' if rows * cols else 'empty '}{rows} x {cols}"
         every = torch.arange(rows * cols, device=on).to(torch.uint8).view(rows, cols)
-        wide = torch.nn.functional.pad(every, (3, 4)).view(E4M3)
-        yield Sample(f"{rows} x {cols}", (every.view(E5M2),))
-        yield Sample(f"{rows} x {cols} of a wider one", (wide[:, 3 : cols + 3],))
-        yield Sample(f"{rows} x {cols}, a transpose", (every.view(E4M3).t(),))
+        yield Sample(label, (every.view(E5M2),))
+        yield Sample(f"{label} of a wider one", (torch.nn.functional.pad(every, (3, 4)).view(E4M3)[:, 3 : cols + 3],))
+        yield Sample(f"{label}, a transpose", (every.view(E4M3).t(),))
 
 
 @_of("load_scales", "take")

@@ -73,6 +73,8 @@ def check_samples(name: str, device: str) -> None:
         with poisoned_memory():
             found = operations.called(kernel(name), given)
         expected = operations.called(operation.reference, given)
+        if name in ("transposed_copy", "group_columns"):  # moves bytes, also those of NaN
+            found, expected = ([x.view(torch.uint8) for x in results] for results in (found, expected))
         try:
             if sample.sums is None:
                 operations.require_same(found, expected, sample.is_unordered)
