@@ -5,7 +5,6 @@ same float32.
 """
 
 import itertools
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -18,18 +17,12 @@ from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.scaling import scale_shape
 from tests.lowering.deep_gemm_stand_in import Library
-from tests.lowering.kernel_cases import FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
+from tests.lowering.kernel_cases import CASES, FP8, INPUTS, assert_same, awkward, case, check, main, poisoned_memory
 
-CASES: dict[str, Callable[[str], None]] = {}
 TENSOR, ROW, MX, ONE, TWO = Granularity
 ROUTINGS = [[0, 1, 7, 15, 16, 17, 127, 128, 129], [0, 150, 0], [70], [3, 0, 0, 0, 90]]
 #: Rows that belong to no group; they hold NaN.
 TAIL = 11
-
-
-def case(function: Callable[[str], None]) -> Callable[[str], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def offsets(sizes: list[int], device: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Every kernel against the reference, bit for bit, on the device it is given: by the samples of
 `benchmarks/part0`, and a function for each case beside.
 
-Run as a script it prints, as JSON, what each case raised in Triton's interpreter on the CPU (None if nothing).
+`grouped_cases.py`, run as a script, prints as JSON what each case raised in Triton's interpreter on the CPU (None if nothing).
 `test_kernels.py` runs that script, and these functions on a GPU where there is one.
 See NOTE [interpreter's faults] in tests/support/interpreter.py: they are mended, so that everything is compared bit for bit.
 """
@@ -360,7 +360,3 @@ def main(cases: dict[str, Callable[[str], None]]) -> None:
             else:
                 results[name] = None
     json.dump(results, sys.stdout)
-
-
-if __name__ == "__main__":
-    main(CASES)

@@ -1,5 +1,6 @@
 """The Triton kernels against the reference: in Triton's interpreter, and on a GPU where there is one."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import catalogue
+from benchmarks.catalogue import factors_of, fp8
 from benchmarks.variants import recorded
 from lowering import hardware
 from lowering.operation import NAMESPACE
 from lowering.triton import launch as launch_helpers
-from tests.lowering import kernel_cases
+from tests.lowering import grouped_cases, kernel_cases
+from tests.lowering.grouped_cases import ONE, TWO
 from tests.lowering.kernel_cases import kernel
+from tests.lowering.test_kernels_compile import compiled
 from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
@@ -25,23 +30,14 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-def interpreted(module: str) -> dict[str, str | None]:
-    """The error of each case of a module in Triton's interpreter, which only a process of its own can switch on."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 @pytest.fixture(scope="module")
 def in_interpreter() -> dict[str, str | None]:
-    return interpreted("tests.lowering.kernel_cases")
+    """The error of each case in Triton's interpreter, which only a process of its own can switch on."""
+    command = [sys.executable, "-W", "ignore", "-m", grouped_cases.__name__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
 
 
 @needs_triton
@@ -191,3 +187,58 @@ def test_every_provider_has_the_signature_of_its_reference(name):
     names = {function.__name__.removesuffix("_on_cpu") for function in providers}
     assert names <= {reference.__name__}
     assert reference not in providers
+
+
+# -- groups: a layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up
+
+S, E, H, F = 65536, 128, 2048, 1536
+
+
+def offs() -> torch.Tensor:
+    return torch.empty(E, dtype=torch.int32)
+
+
+def stack(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+@needs_triton
+def test_number_of_launches():
+    """A GEMM and a cast of all experts are one; what needs amaxes first is two; copies at padded offsets write their map."""
+    for launches, name, arguments, options in (
+        (1, "cast_blockwise", ([stack(E, F, H)], kernel_cases.E4M3), {"granularity": TWO, "columnwise": True}),
+        (2, "cast", ([stack(E, F, H)], [stack(E).float()], kernel_cases.E4M3), {"columnwise": True, "with_amax": True}),
+        (2, "cast_rowwise", ([stack(E, F, H)], kernel_cases.E4M3), {"columnwise": True}),
+        (2, "group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
+        (2, "cast_columns", (stack(S, F), kernel_cases.E4M3, offs()), {"granularity": ONE}),
+        (2, "cast_columns", (stack(S, F), kernel_cases.E4M3, offs()), {"granularity": ONE, "rowwise": True}),
+    ):
+        assert len(recorded(kernel(name), *arguments, **options)) == launches, name
+    for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
+        assert len(call.launches()) == 1, name
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+def test_clearing_compiles_without_spills(arch):
+    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+
+    (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
+    assert compiled(launch, arch).used.stack == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+def test_moved_rows_compile_without_spills(arch):
+    """And move 16 bytes at once."""
+    from lowering.grouped.kernels import columns as kernels
+
+    there = recorded(kernels.padded_rows, fp8(S, H), factors_of(ONE, S, H), offs())
+    back = recorded(kernels.rows_of_groups, stack(S, F), torch.empty(S, dtype=torch.int32), S)
+    assert len(there) == 3
+    for launch in (*there, *back):
+        result = compiled(launch, arch)
+        assert result.used.stack == 0
+        if launch.kernel.__name__ == "move_rows_kernel":
+            assert "ld.global.v2.b64" in result.ptx
+            assert "st.global.v2.b64" in result.ptx
