@@ -419,7 +419,7 @@ def note_graph(code: CodeType | None, reason: GraphCompileReason | None) -> None
         text = _first_lines(reason.reason)
         if _CANNOT_RESUME in reason.reason and (met := _met_since(getattr(_in_thread, "before", (0, _counted()))[1])):
             text = _first_lines(met[-1])
-            stops = "Dynamo compiled up to this line and cannot resume behind the break, as in a `try`, `with` or loop"
+            stops = "Dynamo compiled up to this line and cannot resume after the break, as in a `try`, `with` or loop"
             text = text if ALLOW_RNN in text else f"{text}; {stops}"
         _breaks[_key(code)] = _place(code, reason.user_stack), text
 
@@ -467,7 +467,7 @@ def _first_lines(text: str) -> str:
     explanation = next((e.partition(":")[2].strip() for e in lines if e.startswith("Explanation:")), "")
     found = lines[0].removeprefix("Graph Break Reason:").strip() if lines else ""
     if found == _CANNOT_RESUME:
-        found = "Dynamo cannot resume behind a break in a `try`, `with` or loop, nor trace a raised exception"
+        found = "Dynamo cannot resume after a break in a `try`, `with` or loop, nor trace a raised exception"
     found = (f"{found}: {explanation}" if explanation else found).rstrip(".")
     return f"{found}; {ALLOW_RNN}" if "RNN, GRU" in found else found
 

@@ -205,7 +205,7 @@ def _cause(root: nn.Module | None) -> str | None:
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
             f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing, and leaves what it met eager in"
-            f" later calls, too: call torch._dynamo.reset() behind the mode. If the model is called once, forward and backward,"
+            f" later calls, too: call torch._dynamo.reset() after the mode. If the model is called once, forward and backward,"
             f" before the mode begins, the compiled graphs run under it"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -323,7 +323,7 @@ def test_what_computes_each_gemm_and_why_no_library_does(monkeypatch):
         assert {g.computed_by for g in quantized} == expected
         assert all(g.computed_by is None for g in found.gemms if not g.quantized)
         text = " ".join(str(found).split())
-        assert f"{len(quantized)} GEMMs computed by {min(expected)}, on the device of the estimate." in text
+        assert f"estimated for, {len(quantized)} GEMMs are computed by {min(expected)}." in text
         why = f"blockwise GEMMs, {kind}: not cuBLASLt: it raises TypeError: another signature."
         assert (why in text) is (recipe == "blockwise")
         assert [row["computed_by"] for row in found.to_dict()["gemms"]] == [g.computed_by for g in found.gemms]

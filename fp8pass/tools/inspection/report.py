@@ -513,7 +513,8 @@ def _as_dict(record: GemmRecord | KeptRecord | GatherRecord | SavedRecord) -> di
 
 def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
     found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
-    return [f"{counted(n, 'GEMM', 'GEMMs')} computed by {how}, on the device of the estimate." for how, n in found.items()]
+    place = "On the GPU that speed-ups are estimated for"
+    return [f"{place}, {counted(n, 'GEMM is', 'GEMMs are')} computed by {how}." for how, n in found.items()]
 
 
 def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
