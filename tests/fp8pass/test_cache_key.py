@@ -60,6 +60,10 @@ def key(graph=None, variants=USUAL, may_ask=False, **options):
     return key_of(graph, options, frozenset(variants), may_ask)
 
 
+def assert_different(*keys):
+    assert len(set(keys)) == len(keys)
+
+
 def test_equal_settings_have_equal_keys():
     assert key() == key()
     assert key(recipe=DelayedScaling()) == key(recipe="delayed") == key()
@@ -107,8 +111,7 @@ OPTIONS = {
 
 
 def test_every_option_that_decides_changes_the_key():
-    keys = {"none": key(), **{name: key(**options) for name, options in OPTIONS.items()}}
-    assert len(set(keys.values())) == len(keys)
+    assert_different(key(), *(key(**options) for options in OPTIONS.values()))
 
 
 @each("option", [{"strict": True}, {"step": "manual"}, {"dynamic": False}, {"schedule": {5: {"*": None}}}])
@@ -124,28 +127,44 @@ def test_every_option_of_fp8_compile_is_in_one_of_the_two_tests():
     assert fields - tested <= {"mode", "options", "amax_reduction_group"} | {"saved_activations"}
 
 
-PATH = Path("self", "elsewhere")
-INPUT = {
-    "path": PATH,
-    "owner": PATH,
-    "is_parameter": False,
-    "is_embedding": True,
-    "is_buffer": True,
-    "requires_grad": False,
-    "not_kept": Reason(ReasonKind.SHARDED, "spread"),
-    "sharded": Sharded(2, 8, 256, None, None),
+OTHER = Reason(ReasonKind.SHARDED, "spread")
+SHARD = Sharded(2, 8, 256, None, None)
+#: name -> the record of a fact, and another value of each of its fields.
+FACTS = {
+    "inputs": (
+        lambda: base().inputs[1],
+        {
+            "path": Path("self", "elsewhere"),
+            "owner": Path("self", "elsewhere"),
+            "is_parameter": False,
+            "is_buffer": True,
+            "is_embedding": True,
+            "requires_grad": False,
+            "not_kept": OTHER,
+            "sharded": SHARD,
+        },
+    ),
+    "extra": (
+        lambda: base().extra[0][0],
+        {
+            "key": STATISTICS[1],
+            "name": "other",
+            "shape": (7,),
+            "dtype": torch.float64,
+            "stride": (2,),
+            "is_static": False,
+        },
+    ),
+    "surroundings": (
+        lambda: base().surroundings,
+        {"embeddings": (8,), "returned": frozenset({3}), "read_widths": frozenset({3})},
+    ),
+    "placement": (
+        lambda: base().placement,
+        {"variables": {"self": {"": "layers.7"}}, "has_root": False, "wrapped": frozenset({"module"})},
+    ),
 }
-SHARDED = {"num_ranks": 4, "rows": 4, "elements": 128, "ranks": "others", "obstacle": Reason(ReasonKind.SHARDED, "x")}
-EXTRA = {
-    "key": STATISTICS[1],
-    "name": "other",
-    "shape": (7,),
-    "dtype": torch.float64,
-    "stride": (2,),
-    "is_static": False,
-}
-SURROUNDINGS = {"embeddings": (8,), "returned": frozenset({3}), "read_widths": frozenset({3})}
-PLACEMENT = {"variables": {"self": {"": "layers.7"}}, "has_root": False, "wrapped": frozenset({"module"})}
+SHARDED = {"num_ranks": 4, "rows": 4, "elements": 128, "ranks": "others", "obstacle": OTHER}
 
 
 def changed(name, field, value):
@@ -161,22 +180,17 @@ def changed(name, field, value):
     return dataclasses.replace(graph, **{name: dataclasses.replace(getattr(graph, name), **{field: value})})
 
 
-@each(
-    ("name", "fields"),
-    [("inputs", INPUT), ("extra", EXTRA), ("surroundings", SURROUNDINGS), ("placement", PLACEMENT)],
-)
-def test_every_fact_about_the_model_around_the_graph_changes_the_key(name, fields):
-    held = {"inputs": base().inputs[1], "extra": base().extra[0][0]}.get(name) or getattr(base(), name)
-    assert set(fields) == {f.name for f in dataclasses.fields(held)}
-    keys = [key(), *(key(changed(name, field, value)) for field, value in fields.items())]
-    assert len(set(keys)) == len(keys)
+@each("name", FACTS)
+def test_every_fact_about_the_model_around_the_graph_changes_the_key(name):
+    record, fields = FACTS[name]
+    assert set(fields) == {f.name for f in dataclasses.fields(record())}
+    assert_different(key(), *(key(changed(name, field, value)) for field, value in fields.items()))
 
 
 def test_how_fsdp2_shards_changes_the_key():
-    first = Sharded(2, 8, 256, None, None)
     assert set(SHARDED) == {f.name for f in dataclasses.fields(Sharded)}
-    made = [first, *(dataclasses.replace(first, **{field: value}) for field, value in SHARDED.items())]
-    assert len({key(changed("inputs", "sharded", each)) for each in made}) == len(made)
+    made = [SHARD, *(dataclasses.replace(SHARD, **{field: value}) for field, value in SHARDED.items())]
+    assert_different(*(key(changed("inputs", "sharded", each)) for each in made))
 
 
 def test_the_ranks_of_the_amax_reduction_group_change_the_key():
@@ -201,46 +215,36 @@ def test_the_ranks_of_the_amax_reduction_group_change_the_key():
 
 
 def test_variants_measurement_and_what_may_be_asked_change_the_key():
-    other = dataclasses.replace(base(), extra_start=9)
-    options = CompileOptions()
-    measured = [GraphKey(options.first_rules, watch) for watch in (None, MonitorSpec(), MonitorSpec(products=True))]
-    keys = [key_of(dataclasses.replace(base(), key=each), options, USUAL, False) for each in measured]
-    keys += [
-        key(variants={"first_step"}),
-        key(may_ask=True),
-        key(other),
-        key(dataclasses.replace(base(), device=torch.device("meta"))),
-    ]
-    assert len(set(keys)) == len(keys)
+    rules = CompileOptions().first_rules
+    measured = [GraphKey(rules, watch) for watch in (None, MonitorSpec(), MonitorSpec(products=True))]
+    moved = dataclasses.replace(base(), device=torch.device("meta"))
+    assert_different(
+        *(key_of(dataclasses.replace(base(), key=each), CompileOptions(), USUAL, False) for each in measured),
+        *(key(variants={"first_step"}), key(may_ask=True), key(dataclasses.replace(base(), extra_start=9)), key(moved)),
+    )
 
 
 @each("name", ["merge gathers", "verify", "fold elements"])
 def test_a_pass_left_out_changes_the_key(name):
     with without(name):
-        assert key() != key_without(name)
-
-
-def key_without(name):
+        found = key()
     with without(*{"verify", "plan launches"} - {name}):
-        return key()
+        assert found != key()
 
 
 def test_sources_versions_and_environment_change_the_key(monkeypatch):
+    changes = [
+        lambda m: m.setattr(cache_key, "source_digest", lambda: "other sources"),
+        lambda m: m.setattr(torch, "__version__", "9.9"),
+        lambda m: m.setattr(cache_key.deep_gemm, "is_installed", lambda: True),
+        *(lambda m, name=name: m.setenv(name, "/elsewhere") for name in cache_key.ENVIRONMENT),
+    ]
     keys = [key()]
-    with monkeypatch.context() as m:
-        m.setattr(cache_key, "source_digest", lambda: "other sources")
-        keys.append(key())
-    with monkeypatch.context() as m:
-        m.setattr(torch, "__version__", "9.9")
-        keys.append(key())
-    with monkeypatch.context() as m:
-        m.setattr(cache_key.deep_gemm, "is_installed", lambda: True)
-        keys.append(key())
-    for name in cache_key.ENVIRONMENT:
+    for change in changes:
         with monkeypatch.context() as m:
-            m.setenv(name, "/elsewhere")
+            change(m)
             keys.append(key())
-    assert len(set(keys)) == len(keys)
+    assert_different(*keys)
     assert key() == keys[0]
 
 
@@ -265,24 +269,15 @@ def test_names_lines_and_annotations_of_nodes_change_the_fingerprint():
         gm.recompile()
         return fingerprint(gm)
 
-    def stack(path):
-        return {"nn_module_stack": {"k": (path, nn.Linear)}}
-
-    line = {"stack_trace": '  File "/model.py", line 7, in forward\n'}
     changes = [
         {},
-        stack("L['self']._modules['9']"),
-        line,
-        {"custom": {"module_fqn": "x"}},
-        {"recompute": 1},
-        {"ac_graph_id": 3},
+        {"nn_module_stack": {"k": ("L['self']._modules['9']", nn.Linear)}},
+        {"stack_trace": '  File "/model.py", line 7, in forward\n'},
+        *({"custom": {"module_fqn": "x"}}, {"recompute": 1}, {"ac_graph_id": 3}),
     ]
     prints = [print_of(lambda node, change=change: node.meta.update(change)) for change in changes]
-    assert len(set(prints)) == len(prints)
-    assert print_of(lambda node: None) == prints[0]
-    assert print_of(lambda node: node.meta.update({"custom": {"x": 1}})) == print_of(
-        lambda node: node.meta.update({"custom": {"x": 1}, "unread": object()})
-    )
+    assert_different(*prints)
+    assert print_of(lambda node: node.meta.update({"unread": object()})) == prints[0]
     assert print_of(lambda node: setattr(node, "args", node.args[::-1])) != prints[0]
     with pytest.raises(Uncacheable, match=r"an object of builtins\.object has no text"):
         print_of(lambda node: node.meta.update({"custom": {"x": object()}}))
@@ -340,27 +335,19 @@ def own(**changes):
 
 
 OWN_CHANGES = [
-    {"limit": "4"},
-    {"helper": "len(role) >= LIMIT"},
-    {"attribute": "2"},
-    {"wide": "False"},
-    {"bases": "Recipe, Base"},
-    {"default": "3"},
-    {"body": "helper(role), math.sqrt(2)"},
-    {"body": "helper(role), math.sqrt(3)"},
-    {"body": "[helper(r) for r in ROLES]"},
-    {"body": "[helper(r) for r in set(ROLES)]"},
-    {"body": "torch.float8_e4m3fn"},
-    {"body": "(lambda: LIMIT)()"},
-    {"granularity": "TENSOR_WISE"},
+    *({"limit": "4"}, {"helper": "len(role) >= LIMIT"}, {"attribute": "2"}, {"wide": "False"}, {"bases": "Recipe, Base"}),
+    *({"default": "3"}, {"granularity": "TENSOR_WISE"}),
+    *({"body": f"helper(role), math.sqrt({number})"} for number in (2, 3)),
+    *({"body": f"[helper(r) for r in {roles}]"} for roles in ("ROLES", "set(ROLES)")),
+    *({"body": "torch.float8_e4m3fn"}, {"body": "(lambda: LIMIT)()"}),
 ]
 
 
 def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
-    keys = [key(recipe=own()), *(key(recipe=own(**change)) for change in OWN_CHANGES)]
-    assert len(set(keys)) == len(keys)
-    assert key(recipe=own()) == keys[0]
-    assert key(recipe=dataclasses.replace(own(), option=6)) != keys[0]
+    assert_different(
+        *(key(recipe=own(**change)) for change in [{}, *OWN_CHANGES]), key(recipe=dataclasses.replace(own(), option=6))
+    )
+    assert key(recipe=own()) == key(recipe=own())
 
 
 @each(
@@ -394,36 +381,31 @@ def test_functions_of_amaxes_go_by_their_code():
     def mean(history):
         return history.mean(0)
 
-    def largest(history):
-        return history.max(0).values
-
     def scaled(factor):
         return lambda history: factor * history.max(0).values
 
-    functions = [mean, largest, scaled(1.0), scaled(2.0), functools.partial(mean), "max"]
-    assert len({key(recipe=DelayedScaling(amax_compute_algo=f)) for f in functions}) == len(functions)
-    assert key(recipe=DelayedScaling(amax_compute_algo=scaled(1.0))) == key(
-        recipe=DelayedScaling(amax_compute_algo=scaled(1.0))
-    )
+    def key_with(function):
+        return key(recipe=DelayedScaling(amax_compute_algo=function))
+
+    assert_different(*map(key_with, (mean, scaled(1.0), scaled(2.0), functools.partial(mean), "max")))
+    assert key_with(scaled(1.0)) == key_with(scaled(1.0))
 
 
 # -- equal keys, equal graphs
 
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "recipe": st.sampled_from(
-            ["delayed", "current", "blockwise", DelayedScaling(margin=1), DelayedScaling(amax_history_len=4)]
-        ),
-        "rules": st.sampled_from([{}, {"0": None}, {"0:grad_weight": None}, {"2": "current"}]),
-        "select": st.sampled_from(["auto", "all"]),
-        "min_speedup": st.sampled_from([None, 0.01, 0.6]),
-        "weight_copies": st.sampled_from(["auto", "save", "recompute"]),
-        "strict": st.booleans(),
-        "step": st.sampled_from(["auto", "manual"]),
-    },
-).filter(lambda chosen: not (chosen.get("strict") and chosen.get("min_speedup") == 0.6))
-"""At 0.6 no GEMM of these sizes runs in FP8, of which `strict` makes an error."""
+CHOICES = {
+    "recipe": ["delayed", "current", "blockwise", DelayedScaling(margin=1), DelayedScaling(amax_history_len=4)],
+    "rules": [{}, {"0": None}, {"0:grad_weight": None}, {"2": "current"}],
+    "select": ["auto", "all"],
+    "min_speedup": [None, 0.01, 0.6],
+    "weight_copies": ["auto", "save", "recompute"],
+    "strict": [False, True],
+    "step": ["auto", "manual"],
+}
+#: At 0.6 no GEMM of these sizes runs in FP8, of which `strict` makes an error.
+SETTINGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in CHOICES.items()}).filter(
+    lambda chosen: not (chosen.get("strict") and chosen.get("min_speedup") == 0.6)
+)
 
 
 def rewritten(chosen, sizes, trains):
@@ -469,21 +451,17 @@ PLAIN = st.recursive(
 )
 
 
-def same(a, b):
-    """Equal values of equal types, all the way down."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
-    return repr(a) == repr(b)
+def typed(value):
+    """A text that has the type of everything in it."""
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({[typed(v) for v in value]})"
+    return repr([typed(item) for item in value.items()]) + "dict" if isinstance(value, dict) else f"{type(value)} {value!r}"
 
 
 @settings(max_examples=300)
 @given(PLAIN, PLAIN)
 def test_texts_are_equal_for_equal_values_alone(a, b):
-    assert (words(a) == words(b)) == same(a, b)
+    assert (words(a) == words(b)) == (typed(a) == typed(b))
 
 
 def test_sets_go_by_their_elements_whatever_their_order():

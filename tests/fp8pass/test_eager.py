@@ -50,19 +50,11 @@ def test_a_copy_that_travelled_is_that_of_a_cast(name, layout):
     for found, expected in zip(ready(data, scales, quantization, layout), copy_of(x, quantization, layout), strict=True):
         assert found.shape == expected.shape
         assert torch.equal(bits(found), bits(expected))
-
-
-@pytest.mark.parametrize("name", [name for name, q in QUANTIZATIONS.items() if not q.has_one_scale])
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_values_of_a_copy_that_travels(name, columnwise):
-    x, quantization = matrix(*SHAPE), QUANTIZATIONS[name]
-    if columnwise and scheme_of(quantization).has_one_copy(quantization):
-        return
-    layout = Layout(columnwise)
-    data, factors = bytes_and_scales(quantization, layout, *copy_of(x, quantization, layout), SHAPE)
-    found = compact_values(*compact(x, quantization, columnwise=columnwise), quantization)
-    assert torch.equal(found, data.float() * factors)
-    assert (found - x).norm() < 0.05 * x.norm()
+    plain = Layout(columnwise)
+    data_of_cast, factors = bytes_and_scales(quantization, plain, *copy_of(x, quantization, plain), SHAPE)
+    values = compact_values(data, scales, quantization)
+    assert torch.equal(values, data_of_cast.float() * factors)
+    assert (values - x).norm() < 0.05 * x.norm()
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 import fp8pass
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile
@@ -22,24 +21,22 @@ from tests.support.models import Stack, mlp
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@each(
-    "word, name",
-    [
-        ("tensorwise", "current"),
-        ("TensorWise", "current"),
-        ("dynamic", "current"),
-        ("per_tensor", "current"),
-        ("per-tensor", "current"),
-        ("deepseek", "blockwise"),
-        ("DeepSeek-V3", "blockwise"),
-        ("fp8", "delayed"),
-        ("axiswise", "rowwise"),
-        ("per_row", "rowwise"),
-        ("microscaling", "mxfp8"),
-        ("DelayedScaling", "delayed"),
-        ("delaid", "delayed"),
-    ],
-)
+#: A name of ours -> what it is called elsewhere.
+RECIPE_WORDS = {
+    "current": "tensorwise TensorWise dynamic per_tensor per-tensor",
+    "blockwise": "deepseek DeepSeek-V3",
+    "delayed": "fp8 DelayedScaling delaid",
+    "rowwise": "axiswise per_row",
+    "mxfp8": "microscaling",
+}
+ROLE_NAMES = {"output": "fprop outptu", "grad_input": "dgrad", "grad_weight": "wgrad WGRAD weight_grad"}
+
+
+def rows(words):
+    return [(word, name) for name, text in words.items() for word in text.split()]
+
+
+@each("word, name", rows(RECIPE_WORDS))
 def test_words_for_recipes(word, name):
     message = rf"^no recipe is called '{word}'\. Did you mean '{name}'\? Use one of delayed"
     for refuse in (as_recipe, lambda w: fp8_compile(mlp(), w)):
@@ -49,17 +46,7 @@ def test_words_for_recipes(word, name):
         parse_rules("current", {"up": word})
 
 
-@each(
-    "word, role",
-    [
-        ("fprop", "output"),
-        ("dgrad", "grad_input"),
-        ("wgrad", "grad_weight"),
-        ("WGRAD", "grad_weight"),
-        ("weight_grad", "grad_weight"),
-        ("outptu", "output"),
-    ],
-)
+@each("word, role", rows(ROLE_NAMES))
 def test_words_for_roles(word, role):
     with pytest.raises(RuleError, match=rf"names the role '{word}'\. Did you mean '{role}'\? Roles are output"):
         parse_rules("current", {f"layers.*:{word}": None})
@@ -75,50 +62,41 @@ def test_every_word_stands_for_a_name_of_ours_and_none_is_one():
 # -- patterns
 
 
-@each(
-    "pattern, meant",
-    [
-        ("layers[0]", "layers.0.*"),
-        ("layers[1]:grad_weight", "layers.1.*:grad_weight"),
-        ("layers[0].2", "layers.0.2"),
-        ("layers[0][2]", "layers.0.2"),
-        ("wgrad", "*:grad_weight"),
-        ("grad_input", "*:grad_input"),
-        ("layers.0", "layers.0.*"),
-        ("layers.0.2.wgrad", "layers.0.2:grad_weight"),
-        ("layers.0.2.weight", "layers.0.2"),
-        ("layers.0-1.2", "layers.[0-1].2"),
-        ("layers.0-31.2:output", "layers.*.2:output"),
-        ("layers.{0,1}.2", "layers.*.2"),
-        ("0.2", "layers.0.2"),
-        ("layers[-1].*", "layers.1.*"),
-        ("layers.7.2", "layers.1.2"),
-    ],
-)
+#: Meant -> as Python and others write it.
+PATTERNS = {
+    "layers.0.*": "layers[0] layers.0",
+    "layers.0.2": "layers[0].2 layers[0][2] layers.0.2.weight 0.2",
+    "layers.1.2": "layers.7.2",
+    "layers.1.*": "layers[-1].*",
+    "layers.*.2": "layers.{0,1}.2",
+    "layers.[0-1].2": "layers.0-1.2",
+    "layers.*.2:output": "layers.0-31.2:output",
+    "layers.1.*:grad_weight": "layers[1]:grad_weight",
+    "layers.0.2:grad_weight": "layers.0.2.wgrad",
+    "*:grad_weight": "wgrad",
+    "*:grad_input": "grad_input",
+}
+
+
+def run(rules, **options):
+    compiled = fp8_compile(Stack([mlp(), mlp()]), "current", backend="aot_eager", rules=rules, **options)
+    compiled(torch.randn(16, 64)).sum().backward()
+    return fp8pass.inspect(compiled)
+
+
+@each("pattern, meant", rows(PATTERNS))
 def test_patterns_as_python_writes_them(pattern, meant):
-    compiled = fp8_compile(Stack([mlp(), mlp()]), "current", backend="aot_eager", rules={pattern: None})
     said = re.escape(f"did you mean {meant!r}?")
     with pytest.warns(Fp8Warning, match=said):
-        compiled(torch.randn(16, 64)).sum().backward()
-    assert re.search(said, re.sub(r"\s+", " ", str(fp8pass.inspect(compiled))))
+        found = run({pattern: None})
+    assert re.search(said, re.sub(r"\s+", " ", str(found)))
     torch._dynamo.reset()
-    right = fp8_compile(Stack([mlp(), mlp()]), "current", backend="aot_eager", rules={meant: None}, strict=True)
-    right(torch.randn(16, 64)).sum().backward()
-    assert not fp8pass.inspect(right).unmatched_rules
+    assert not run({meant: None}, strict=True).unmatched_rules
 
 
 def test_a_set_of_characters_stays_one():
-    class Stages(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stage1, self.stage2 = mlp(), mlp()
-
-        def forward(self, x):
-            return self.stage2(self.stage1(x))
-
-    compiled = fp8_compile(Stages(), "current", backend="aot_eager", rules={"stage[2].*": None}, strict=True)
-    compiled(torch.randn(16, 64)).sum().backward()
-    assert {g.module for g in fp8pass.inspect(compiled).gemms if not g.quantized} == {"stage2.0", "stage2.2"}
+    found = run({"layer[s].[1].*": None}, strict=True)
+    assert {g.module for g in found.gemms if not g.quantized} == {"layers.1.0", "layers.1.2"}
 
 
 # -- objects
@@ -150,39 +128,36 @@ def granularity(name):
 DISABLED = theirs("CastConfig", AO, scaling_type=theirs("ScalingType", AO, name="DISABLED"))
 
 
+def te(kind, **fields):
+    return theirs(kind, TE, **fields)
+
+
+def linear_config(**fields):
+    return theirs("Float8LinearConfig", AO, **fields)
+
+
+MARGINS = {"margin": 2, "fp8_format": TheirFormat.E4M3, "amax_compute_algo": "most_recent"}
+OURS = r"margin=2, fp8_format=fp8pass\.Format\.E4M3, amax_compute_algo='most_recent'"
+ACCURATE = {"fp8_gemm_dgrad": MMParams(False), "fp8_gemm_fprop": MMParams(False)}
+ROWS = {"cast_config_weight": granularity("AXISWISE")}
+
+
 @each(
     "value, equivalent",
     [
-        (theirs("DelayedScaling", TE, margin=0, amax_history_len=1024), r"fp8pass\.DelayedScaling\(\)"),
-        (
-            theirs("DelayedScaling", TE, margin=2, fp8_format=TheirFormat.E4M3, amax_compute_algo="most_recent"),
-            r"fp8pass\.DelayedScaling\(margin=2, fp8_format=fp8pass\.Format\.E4M3, amax_compute_algo='most_recent'\)",
-        ),
-        (
-            theirs("Float8CurrentScaling", TE, fp8_gemm_dgrad=MMParams(False), fp8_gemm_fprop=MMParams(False)),
-            r"fp8pass\.Float8CurrentScaling\(fast_accum_grad_input=True\)",
-        ),
-        (theirs("Float8BlockScaling", TE), r"fp8pass\.Float8BlockScaling\(\)"),
-        (theirs("MXFP8BlockScaling", TE), r"fp8pass\.MXFP8BlockScaling\(\)"),
-        (type(theirs("DelayedScaling", TE)), r"fp8pass\.DelayedScaling\(\)"),
-        (theirs("CustomRecipe", TE), "docs/recipes.md"),
-        (theirs("NVFP4BlockScaling", TE), "it has no equivalent here"),
-        (theirs("DelayedScaling", TE, margin=0.5), r"fp8pass\.DelayedScaling\(\), but not with these options: .*margin=0\.5"),
-        (theirs("Float8LinearConfig", AO), "'current'"),
-        (theirs("Float8LinearConfig", AO, cast_config_weight=granularity("AXISWISE")), "'rowwise'"),
-        (
-            theirs(
-                "Float8LinearConfig",
-                AO,
-                cast_config_weight=granularity("AXISWISE"),
-                cast_config_input_for_grad_weight=DISABLED,
-            ),
-            "'rowwise_with_gw_hp'",
-        ),
-        (
-            theirs("Float8LinearConfig", AO, round_scales_to_power_of_2=True),
-            r"fp8pass\.Float8CurrentScaling\(use_power_2_scales=True\)",
-        ),
+        (te("DelayedScaling", margin=0, amax_history_len=1024), r"fp8pass\.DelayedScaling\(\)"),
+        (te("DelayedScaling", **MARGINS), rf"fp8pass\.DelayedScaling\({OURS}\)"),
+        (te("Float8CurrentScaling", **ACCURATE), r"fp8pass\.Float8CurrentScaling\(fast_accum_grad_input=True\)"),
+        (te("Float8BlockScaling"), r"fp8pass\.Float8BlockScaling\(\)"),
+        (te("MXFP8BlockScaling"), r"fp8pass\.MXFP8BlockScaling\(\)"),
+        (type(te("DelayedScaling")), r"fp8pass\.DelayedScaling\(\)"),
+        (te("CustomRecipe"), "docs/recipes.md"),
+        (te("NVFP4BlockScaling"), "it has no equivalent here"),
+        (te("DelayedScaling", margin=0.5), r"fp8pass\.DelayedScaling\(\), but not with these options: .*margin=0\.5"),
+        (linear_config(), "'current'"),
+        (linear_config(**ROWS), "'rowwise'"),
+        (linear_config(**ROWS, cast_config_input_for_grad_weight=DISABLED), "'rowwise_with_gw_hp'"),
+        (linear_config(round_scales_to_power_of_2=True), r"fp8pass\.Float8CurrentScaling\(use_power_2_scales=True\)"),
         (theirs("Float8LinearRecipeName", AO, value="tensorwise"), "'current'"),
         (theirs("Float8LinearRecipeName", AO, value="rowwise"), "'rowwise'"),
         (theirs("MXLinearConfig", "torchao.prototype.mx_formats"), "'mxfp8'"),

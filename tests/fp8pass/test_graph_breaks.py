@@ -10,27 +10,20 @@ from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
 from tests.support.models import BrokenLayers, mlp
 from tests.support.numerics import sqnr
+from tests.support.training import fp8, train
 from tests.tolerances import SQNR_MODEL_OUTPUT
 
 RECIPE = DelayedScaling(amax_history_len=4)
 KINDS = ("input", "weight", "grad_output")
 
 
-def expected_names(depth, linears=("up", "down"), prefix="layers."):
-    return {f"{prefix}{i}.{linear}:{kind}" for i in range(depth) for linear in linears for kind in KINDS}
-
-
 def test_layers_that_share_a_graph_have_their_own_histories():
     model = BrokenLayers(4, 32, 64)
     plain = copy.deepcopy(model)
-    compiled = fp8_compile(model, RECIPE, backend="aot_eager")
-    x = torch.randn(16, 32)
-    for _ in range(3):
-        model.zero_grad()
-        out = compiled(x.clone().requires_grad_())
-        out.square().sum().backward()
+    compiled, x = fp8(model, RECIPE), torch.randn(16, 32)
+    *_, out = train(compiled, *[x.clone().requires_grad_()] * 3)
     view = state(compiled)
-    assert set(view.tensors) == expected_names(4)
+    assert set(view.tensors) == {f"layers.{i}.{linear}:{kind}" for i in range(4) for linear in ("up", "down") for kind in KINDS}
     view.step()
     for i, layer in enumerate(model.layers):
         assert view.scale(f"layers.{i}.up:weight") == torch.tensor(448.0) / layer.up.weight.abs().max()
@@ -56,20 +49,24 @@ class PutBack(nn.Module):
         return self.up(x).relu()
 
 
-def test_modules_put_back_into_their_attributes_have_their_own_histories():
-    compiled = fp8_compile(nn.Sequential(PutBack(), PutBack()), RECIPE, backend="aot_eager")
-    compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert set(state(compiled).tensors) == expected_names(2, ("up",), "")
+PARAMS = {"w1": nn.Parameter(torch.randn(32, 64)), "w2": nn.Parameter(torch.randn(64, 32))}
 
 
-def test_function_of_weights_names_them():
-    def functional(x, params):
-        return torch.relu(x @ params["w1"]) @ params["w2"]
-
-    params = {"w1": nn.Parameter(torch.randn(32, 64)), "w2": nn.Parameter(torch.randn(64, 32))}
-    compiled = fp8_compile(functional, RECIPE, backend="aot_eager")
-    compiled(torch.randn(16, 32, requires_grad=True), params).sum().backward()
-    assert set(state(compiled).tensors) == {f"params.{w}:{kind}" for w in params for kind in KINDS}
+@pytest.mark.parametrize(
+    ("call", "args", "names"),
+    [
+        (nn.Sequential(PutBack(), PutBack()), (), {f"{i}.up:{kind}" for i in range(2) for kind in KINDS}),
+        (
+            lambda x, params: torch.relu(x @ params["w1"]) @ params["w2"],
+            (PARAMS,),
+            {f"params.{w}:{kind}" for w in PARAMS for kind in KINDS},
+        ),
+    ],
+)
+def test_modules_put_back_into_their_attributes_and_weights_of_a_function_have_their_own_histories(call, args, names):
+    compiled = fp8(call, RECIPE)
+    compiled(torch.randn(16, 32, requires_grad=True), *args).sum().backward()
+    assert set(state(compiled).tensors) == names
 
 
 def test_rules_that_part_layers_of_one_graph_are_refused():

@@ -5,7 +5,6 @@ Oracle: the count by hand. A pass of the test's own lets the graph add the count
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
-from fp8pass import fp8_compile, inspect, rewrite_graph
+from fp8pass import inspect, rewrite_graph
 from fp8pass.errors import UnsupportedError
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.traces import FLAG
@@ -22,6 +21,7 @@ from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, ExtraInput, Inp
 from fp8pass.rewrite import runner
 from fp8pass.runtime import session as sessions
 from tests.support.models import mlp
+from tests.support.training import fp8, train
 
 COUNT = "count of steps"
 ODD = "odd"
@@ -79,86 +79,52 @@ def add_count(work):
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """Compile with a counter; returns the function and the counters that were made."""
+def made(monkeypatch):
+    """The counters of the models that are compiled from now on."""
     monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("add count", add_count)))
     monkeypatch.setattr(sessions, "PROVIDERS", (Counter,))
     monkeypatch.setattr(Counter, "made", [])
-    torch._dynamo.reset()
-    return functools.partial(fp8_compile, select="all"), Counter.made
-
-
-def plain(model, recipe, x, steps, **options):
-    """Outputs without a counter."""
-    torch._dynamo.reset()
-    compiled = fp8_compile(model, recipe, select="all", **options)
-    found = []
-    for _ in range(steps):
-        found.append(compiled(x))
-        found[-1].sum().backward()
-    return found
-
-
-def in_steps(count):
-    """The counts that graphs add in the steps before so many boundaries."""
-    return [float(i + 1000 * (i % 2)) for i in range(count)]
+    return Counter.made
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("recipe", ["current", fp8pass.DelayedScaling(initial_scale="one")], ids=["stateless", "stateful"])
-def test_a_graph_reads_what_a_boundary_raises(counted, recipe, backend):
-    compile_counted, made = counted
-    torch.manual_seed(0)
+def test_a_graph_reads_what_a_boundary_raises(made, monkeypatch, recipe, backend):
     model, x = mlp(), torch.randn(16, 64)
-    compiled = compile_counted(model, recipe, backend=backend)
-    outputs = []
-    for _ in range(4):
-        outputs.append(compiled(x))
-        outputs[-1].sum().backward()
+    outputs = train(fp8(model, recipe, backend=backend), *[x] * 4)
     (counter,) = made
     assert counter.count == 3, "the fourth step has not ended"
     assert (counter.bound, counter.asked) == (1, [0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "PASSES", runner.PASSES[:-1])
-        patch.setattr(sessions, "PROVIDERS", ())
-        expected = plain(model, recipe, x, 4, backend=backend)
-    for out, want, added in zip(outputs, expected, in_steps(4), strict=True):
-        torch.testing.assert_close(out, want + added, rtol=0, atol=0 if backend == "aot_eager" else 1e-3)
+    monkeypatch.setattr(runner, "PASSES", runner.PASSES[:-1])
+    monkeypatch.setattr(sessions, "PROVIDERS", ())
+    torch._dynamo.reset()
+    expected = train(fp8(model, recipe, backend=backend), *[x] * 4)
+    added = [float(i + 1000 * (i % 2)) for i in range(4)]  # in the steps before so many boundaries
+    for out, want, more in zip(outputs, expected, added, strict=True):
+        torch.testing.assert_close(out, want + more, rtol=0, atol=0 if backend == "aot_eager" else 1e-3)
 
 
-def test_each_model_has_a_counter_of_its_own_and_they_share_graphs(counted):
-    compile_counted, made = counted
-    first, second = (compile_counted(mlp(), "current", backend="aot_eager") for _ in range(2))
-    x = torch.randn(16, 64)
-    for _ in range(3):
-        first(x).sum().backward()
-    second(x).sum().backward()
-    assert [float(counter.count) for counter in made] == [2.0, 0.0]
-    assert [len(inspect(compiled).graphs) for compiled in (first, second)] == [1, 1]
-
-
-def test_inference_ends_no_step(counted):
-    compile_counted, made = counted
-    compiled = compile_counted(mlp(), "current", backend="aot_eager")
+def test_each_model_has_a_counter_of_its_own_they_share_graphs_and_inference_ends_no_step(made):
+    models, x = [fp8(mlp(), "delayed") for _ in range(3)], torch.randn(16, 64)
+    train(models[0], x, x, x), train(models[1], x)
     with torch.no_grad():
         for _ in range(3):
-            compiled(torch.randn(16, 64))
-    assert made[0].count == 0
+            models[2](x)
+    assert [float(counter.count) for counter in made] == [2.0, 0.0, 0.0]
+    for compiled in models[:2]:
+        (graph,) = inspect(compiled).graphs
+        assert graph.state_inputs == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots", "count"]
 
 
-def test_a_recomputation_sees_what_its_first_run_saw(counted):
-    compile_counted, made = counted
-    model = mlp()
-    compiled = compile_counted(model, "current", backend="aot_eager", step="manual")
-    x = torch.randn(16, 64, requires_grad=True)
-    out = torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=False)
+def test_a_recomputation_sees_what_its_first_run_saw(made):
+    compiled = fp8(mlp(), step="manual")
+    out = torch.utils.checkpoint.checkpoint(compiled, torch.randn(16, 64, requires_grad=True), use_reentrant=False)
     compiled._fp8pass_session.end_step()
     out.sum().backward()
     assert made[0].repeated == [0.0], "not 1, the count when the recomputation ran"
 
 
-def test_an_input_that_is_too_small_is_asked_for_again(counted, monkeypatch):
-    compile_counted, made = counted
+def test_an_input_that_is_too_small_is_asked_for_again(made, monkeypatch):
     attempts = []
 
     def too_small(work):
@@ -168,24 +134,13 @@ def test_an_input_that_is_too_small_is_asked_for_again(counted, monkeypatch):
         return work
 
     monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("too small", too_small)))
-    compiled = compile_counted(mlp(), "current", backend="aot_eager")
-    compiled(torch.randn(16, 64))
+    fp8(mlp())(torch.randn(16, 64))
     assert made[0].asked == [0, 77]
 
 
-def test_inspection_names_the_inputs_of_all_providers(counted):
-    compile_counted, _ = counted
-    compiled = compile_counted(mlp(), "delayed", backend="aot_eager")
-    compiled(torch.randn(16, 64)).sum().backward()
-    (graph,) = inspect(compiled).graphs
-    assert graph.state_inputs == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots", "count"]
-
-
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_graphs_that_others_own_get_the_inputs_of_all_providers(counted, recipe):
+def test_graphs_that_others_own_get_the_inputs_of_all_providers(made, recipe):
     """Each provider fills its own; a variant that the owner has no graph for is refused."""
-    _, made = counted
-    torch.manual_seed(0)
     weight, x = torch.randn(64, 64), torch.randn(16, 64)
 
     def trained(weight, x):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass import inspect, state
 from fp8pass.errors import RuleError
 from fp8pass.graph.origin import KINDS, TensorName
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
+from tests.support.training import fp8, train
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -53,7 +54,7 @@ def test_other_texts_are_refused(text):
 def call_each(rules, widths):
     """A function called with several modules, whose graphs are shared where the widths are equal."""
     layers = [nn.Linear(32, width) for width in widths]
-    run = fp8_compile(lambda layer, x: layer(x), DelayedScaling(), rules=rules, backend="aot_eager")
+    run = fp8(lambda layer, x: layer(x), "delayed", rules=rules)
     for layer in layers:
         run(layer, torch.randn(16, 32, requires_grad=True)).sum().backward()
     return run
@@ -77,26 +78,13 @@ def test_a_rule_that_parts_instances_of_one_graph_is_refused():
 def test_a_wrapped_forward_names_what_the_forward_names():
     """As accelerate does for mixed precision: `self` comes to the compiled frame as `args[0]`."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+    def call(*args, **kwargs):
+        return Stack.forward(*args, **kwargs)
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x
-
-    def wrapped(forward):
-        def call(*args, **kwargs):
-            return forward(*args, **kwargs)
-
-        return call
-
-    model = Model()
-    model.forward = types.MethodType(wrapped(Model.forward), model)
-    fp8_compile(model, DelayedScaling(), backend="aot_eager", in_place=True)
-    model(torch.randn(16, 32)).sum().backward()
+    model = Stack(nn.Linear(32, 32) for _ in range(2))
+    model.forward = types.MethodType(call, model)
+    fp8(model, "delayed", in_place=True)
+    train(model, torch.randn(16, 32))
     assert {g.module for g in inspect(model).gemms} == {"layers.0", "layers.1"}
     assert "layers.1:weight" in state(model).tensors
 
@@ -105,13 +93,11 @@ def test_wrappers_are_in_no_path():
     """As torch's activation checkpointing wraps blocks."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    plain = mlp()
-    wrapped = torch.nn.Sequential(*(checkpoint_wrapper(layer) for layer in plain.children()))
-    paths = []
-    for model in (torch.nn.Sequential(*plain.children()), wrapped):
+    plain, paths = mlp(), []
+    for wrap in (lambda layer: layer, checkpoint_wrapper):
         torch._dynamo.reset()
-        compiled = fp8_compile(model, "delayed", backend="aot_eager")
-        compiled(torch.randn(16, 64)).sum().backward()
+        compiled = fp8(nn.Sequential(*map(wrap, plain.children())), "delayed")
+        train(compiled, torch.randn(16, 64))
         paths.append((sorted({g.module for g in inspect(compiled).gemms}), sorted(state(compiled).tensors)))
     assert paths[0] == paths[1]
     assert not any("wrapped" in path for path in paths[1][0])

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import fp8_compile, inspect, state
+from fp8pass import inspect, state
 from fp8pass.errors import Fp8Warning, NotCompiledError
+from tests.support import training
 from tests.support.cases import rest
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
 from tests.support.numerics import sqnr
+from tests.support.training import fp8
 
 OPTIONS = {"backend": "aot_eager", "select": "all"}
 NAMED = {"backend": "fp8pass", "options": {"recipe": "delayed", **OPTIONS}}
@@ -25,17 +27,6 @@ class Attributes(nn.Module):
 
     def forward(self, x):
         return self.last(self.middle(self.first(x)))
-
-
-class Listed(nn.Module):
-    def __init__(self, *parts):
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
 
 
 class Named(nn.Module):
@@ -60,12 +51,15 @@ class Nested(nn.Module):
         return self.body(x) * 2
 
 
-CONTAINERS = {"sequential": nn.Sequential, "attributes": Attributes, "list": Listed, "dict": Named, "nested": Nested}
+def listed(*parts):
+    return Stack(parts)
+
+
+CONTAINERS = {"sequential": nn.Sequential, "attributes": Attributes, "list": listed, "dict": Named, "nested": Nested}
 
 
 def in_place(module, recipe="delayed"):
-    fp8_compile(module, recipe, in_place=True, **OPTIONS)
-    return module
+    return fp8(module, recipe, in_place=True)
 
 
 def own_compile(module):
@@ -75,7 +69,7 @@ def own_compile(module):
 
 WAYS = {
     "in place": in_place,
-    "wrapper": lambda module: fp8_compile(module, "delayed", **OPTIONS),
+    "wrapper": lambda module: fp8(module, "delayed"),
     "by name": lambda module: torch.compile(module, **NAMED),
     "module.compile": own_compile,
 }
@@ -92,11 +86,15 @@ FAST = CASES[::25]
 REST = [case for i, case in enumerate(CASES) if (i % 2 or i % 9 == 4) and case not in FAST]
 
 
-def train(compiled, steps=2):
+def train(compiled):
+    """Two steps without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Fp8Warning)
-        for _ in range(steps):
-            compiled(torch.randn(32, 64)).square().mean().backward()
+        training.train(compiled, torch.randn(32, 64), torch.randn(32, 64))
+
+
+def linear():
+    return nn.Linear(64, 64)
 
 
 @pytest.mark.parametrize(
@@ -104,23 +102,22 @@ def train(compiled, steps=2):
     [*FAST, *rest(REST)],
 )
 def test_each_gemm_is_in_fp8_once(container, kind, way, outer_way, is_inner_first):
-    inner = mlp(64, 96, 64) if kind == "Sequential" else Attributes(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    ends = nn.Linear(64, 64), nn.Linear(64, 64)
+    middle = mlp(64, 96, 64) if kind == "Sequential" else Attributes(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    parts = [linear(), middle, linear()]
+    plain = CONTAINERS[container](*copy.deepcopy(parts))
     if is_inner_first:
-        middle = WAYS[way](inner)
-        compiled = WAYS[outer_way](CONTAINERS[container](ends[0], middle, ends[1]))
-    else:
-        compiled = WAYS[outer_way](CONTAINERS[container](ends[0], inner, ends[1]))
-        middle = WAYS[way](inner)
-    plain = CONTAINERS[container](*(copy.deepcopy(m) for m in (ends[0], inner, ends[1])))
+        parts[1] = WAYS[way](middle)
+    compiled = WAYS[outer_way](CONTAINERS[container](*parts))
+    if not is_inner_first:
+        parts[1] = WAYS[way](middle)
     train(compiled)
     x = torch.randn(32, 64)
     with torch.no_grad():
         assert sqnr(plain(x), compiled(x)) > 20
-    gemms = [*inspect(compiled).gemms, *inspect(middle).gemms]
+    gemms = [*inspect(compiled).gemms, *inspect(parts[1]).gemms]
     assert [g.reason for g in gemms if not g.quantized] == []
     assert len(gemms) == 5 + 6  # the input of the model has no gradient
-    assert all(m.__dict__.get("_compiled_call_impl") is None for m in ends)
+    assert all(m.__dict__.get("_compiled_call_impl") is None for m in (parts[0], parts[2]))
 
 
 def test_every_container_way_and_order_is_in_the_fast_suite():
@@ -130,7 +127,7 @@ def test_every_container_way_and_order_is_in_the_fast_suite():
 
 def test_one_graph_break_is_all_that_it_costs():
     torch._dynamo.utils.counters.clear()
-    compiled = in_place(Attributes(nn.Linear(64, 64), in_place(mlp(64, 96, 64), "current"), nn.Linear(64, 64)))
+    compiled = in_place(Attributes(linear(), in_place(mlp(64, 96, 64), "current"), linear()))
     train(compiled)
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2  # torch 2.13 counts it in two frames, 2.11 in none
     report = inspect(compiled)
@@ -140,17 +137,16 @@ def test_one_graph_break_is_all_that_it_costs():
 
 
 def test_three_levels_have_their_own_states():
-    middle = in_place(nn.Sequential(nn.Linear(64, 64), in_place(mlp(64, 96, 64)), nn.Linear(64, 64)))
-    outer = in_place(nn.Sequential(nn.Linear(64, 64), middle, nn.Linear(64, 64)))
+    middle = in_place(nn.Sequential(linear(), in_place(mlp(64, 96, 64)), linear()))
+    outer = in_place(nn.Sequential(linear(), middle, linear()))
     train(outer)
-    found = [{name.split(":")[0] for name in state(m).tensors} for m in (outer, middle, middle[1])]
-    assert found == [{"0", "2"}, {"0", "2"}, {"0", "2"}]
     for module in (outer, middle, middle[1]):
+        assert {name.split(":")[0] for name in state(module).tensors} == {"0", "2"}
         assert state(module).scale("0:weight") == torch.tensor(448.0) / module[0].weight.abs().max()
 
 
 def test_a_module_compiled_after_the_first_step_of_its_container():
-    outer = in_place(nn.Sequential(nn.Linear(64, 64), mlp(64, 96, 64), nn.Linear(64, 64)))
+    outer = in_place(nn.Sequential(linear(), mlp(64, 96, 64), linear()))
     train(outer)
     in_place(outer[1])
     train(outer)
@@ -159,8 +155,8 @@ def test_a_module_compiled_after_the_first_step_of_its_container():
 
 
 def test_modules_that_look_alike_share_a_graph():
-    parts = [nn.Linear(64, 64) for _ in range(12)]  # more than Dynamo's recompile limit
-    outer = in_place(nn.Sequential(*parts, in_place(mlp(64, 96, 64)), *(nn.Linear(64, 64) for _ in range(2))))
+    parts = [linear() for _ in range(12)]  # more than Dynamo's recompile limit
+    outer = in_place(nn.Sequential(*parts, in_place(mlp(64, 96, 64)), linear(), linear()))
     train(outer)
     report = inspect(outer)
     assert len(report.gemms) == 3 * 14 - 1
@@ -169,7 +165,7 @@ def test_modules_that_look_alike_share_a_graph():
 
 
 @pytest.mark.parametrize(
-    "module", [mlp(64, 96, 64), nn.Linear(64, 64), nn.TransformerEncoderLayer(64, 2, 64)], ids=lambda m: type(m).__name__
+    "module", [mlp(64, 96, 64), linear(), nn.TransformerEncoderLayer(64, 2, 64)], ids=lambda m: type(m).__name__
 )
 def test_what_torch_does_not_compile_is_said(module):
     own_compile(module)

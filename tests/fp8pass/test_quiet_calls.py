@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.runtime.session import Session
 from fp8pass.weights import released
+from tests.support.training import same
 
 WIDTH = 16
 GIVEN = {"select": "all", "backend": "aot_eager"}
@@ -45,20 +46,17 @@ class Scene:
         recipe = fp8pass.DelayedScaling(amax_history_len=3) if recipe == "delayed" else recipe
         self.compiled = fp8pass.fp8_compile(self.model, recipe, **GIVEN, **options)
         self.session = self.compiled._fp8pass_session
-        self.seen = []
-        self.monitors = []
-        self.saved = None
+        self.seen, self.monitors, self.saved = [], [], None
 
     def train(self, seed=0, scale=1.0):
         self.compiled(batch(seed) * scale).square().mean().backward()
 
-    def evaluate(self, seed=0, rows=WIDTH):
+    def evaluate(self, seed=0, rows=WIDTH, wants=False):
         with torch.no_grad():
-            self.seen.append(self.compiled(batch(seed, rows)))
+            self.seen.append(self.compiled(batch(seed, rows).requires_grad_(wants)))
 
     def look(self):
-        state = fp8pass.state(self.compiled)
-        self.seen.append(sorted(state.state_dict().items()))
+        self.seen.append(fp8pass.state(self.compiled).state_dict())
         self.seen.append((self.session.num_steps, self.session.clock.is_step_pending))
         self.seen.append([p.grad for p in self.model.parameters()])
         self.seen.append(fp8pass.inspect(self.compiled).to_dict())
@@ -67,44 +65,18 @@ class Scene:
 # -- writers: what may be written between two calls
 
 
-def train(scene, number):
-    scene.train(number, 1 + number % 5)
+def of_state(call):
+    return lambda scene, number: call(fp8pass.state(scene.compiled))
 
 
-def forward_alone(scene, number):
-    scene.compiled(batch(number))
-
-
-def step(scene, number):
-    fp8pass.state(scene.compiled).step()
-
-
-def save(scene, number):
-    scene.saved = fp8pass.state(scene.compiled).state_dict()
+def weight(change, name="a"):
+    """A change of the Parameter, which may give another one."""
+    return lambda scene, number: change(getattr(scene.model, name).weight)
 
 
 def load(scene, number):
-    saved = scene.saved or {
-        k: v * 2 if k.endswith("scale") else v for k, v in fp8pass.state(scene.compiled).state_dict().items()
-    }
-    fp8pass.state(scene.compiled).load_state_dict(saved)
-
-
-def forget(scene, number):
-    scene.model.b.weight.data.mul_(8)
-    fp8pass.state(scene.compiled).forget_weights()
-
-
-def refresh(scene, number):
-    fp8pass.state(scene.compiled).refresh_weights()
-
-
-def restore(scene, number):
-    fp8pass.state(scene.compiled).restore_weights()
-
-
-def rules(scene, number):
-    fp8pass.use_rules(scene.compiled, [None, {"a": None}, {"b": "current"}, {"*": None}][number % 4])
+    state = fp8pass.state(scene.compiled)
+    state.load_state_dict(scene.saved or {k: v * 2 if k.endswith("scale") else v for k, v in state.state_dict().items()})
 
 
 def watch(scene, number):
@@ -112,58 +84,6 @@ def watch(scene, number):
         scene.monitors.pop().stop()
     else:
         scene.monitors.append(fp8pass.monitor(scene.compiled, every=1, log=scene.seen.append))
-
-
-def manual(scene, number):
-    scene.session.use_steps("manual" if scene.session.clock.mode == "auto" else "auto")
-
-
-def mode(scene, number):
-    scene.model.train(not scene.model.training)
-
-
-def write(scene, number):
-    with torch.no_grad():
-        scene.model.a.weight.mul_(1.5)
-
-
-def write_data(scene, number):
-    scene.model.b.weight.data.mul_(0.5)
-
-
-def exchange_data(scene, number):
-    scene.model.b.weight.data = scene.model.b.weight.data * 2
-
-
-def exchange(scene, number):
-    scene.model.a.weight = nn.Parameter(scene.model.a.weight.detach() * 3)
-
-
-def swap(scene, number):
-    torch.utils.swap_tensors(scene.model.a.weight, nn.Parameter(scene.model.a.weight.detach() * 2))
-
-
-def freeze(scene, number):
-    scene.model.a.weight.requires_grad_(not scene.model.a.weight.requires_grad)
-
-
-def optimize(scene, number):
-    torch.optim.SGD(scene.model.parameters(), 0.1).step()
-
-
-def other_rows(scene, number):
-    scene.evaluate(number, 8 + number % 3)
-
-
-def wanting_input(scene, number):
-    x = batch(number).requires_grad_()
-    with torch.no_grad():
-        scene.seen.append(scene.compiled(x))
-
-
-def inference(scene, number):
-    with torch.inference_mode():
-        scene.seen.append(scene.compiled(batch(number)).clone())
 
 
 def hooks(scene, number):
@@ -185,10 +105,6 @@ def eager(scene, number):
     scene.seen.append([str(w.message)[:60] for w in found])
 
 
-def reset(scene, number):
-    torch._dynamo.reset()
-
-
 def compile_child(scene, number):
     if fp8pass.runtime.wrap.is_in_place(scene.model.act):
         fp8pass.fp8_uncompile(scene.model.act)
@@ -203,13 +119,8 @@ def thread(scene, number):
 
 
 def in_a_backward(scene, number):
-    x = batch(number).requires_grad_()
-
-    def hook(_):
-        scene.evaluate(number)
-
-    y = x * 2
-    y.register_hook(hook)
+    y = batch(number).requires_grad_() * 2
+    y.register_hook(lambda _: scene.evaluate(number))
     y.sum().backward()
 
 
@@ -225,27 +136,53 @@ def tangent(scene, number):
             scene.compiled(x)
 
 
-WRITERS = [
-    *(train, forward_alone, step, save, load, forget, refresh, restore, rules, watch, manual, mode, write, write_data),
-    *(exchange_data, exchange, swap, freeze, optimize, other_rows, wanting_input, inference, hooks, recompute, eager, reset),
-    *(compile_child, thread, in_a_backward, failing, tangent),
-]
+def inference(scene, number):
+    with torch.inference_mode():
+        scene.seen.append(scene.compiled(batch(number)).clone())
+
+
+def forget(scene, number):
+    scene.model.b.weight.data.mul_(8)
+    fp8pass.state(scene.compiled).forget_weights()
+
+
+def rules(scene, number):
+    fp8pass.use_rules(scene.compiled, [None, {"a": None}, {"b": "current"}, {"*": None}][number % 4])
+
+
 #: Those after which the next evaluation shows other numbers, or another state.
-SEEN = [load, rules, write, write_data, exchange_data, exchange, swap, train]
+SEEN = {
+    "train": lambda scene, number: scene.train(number, 1 + number % 5),
+    "load": load,
+    "rules": rules,
+    "write": weight(lambda w: w.detach().mul_(1.5)),
+    "write data": weight(lambda w: w.data.mul_(0.5), "b"),
+    "exchange data": weight(lambda w: setattr(w, "data", w.data * 2), "b"),
+    "exchange": lambda scene, _: setattr(scene.model.a, "weight", nn.Parameter(scene.model.a.weight.detach() * 3)),
+    "swap": weight(lambda w: torch.utils.swap_tensors(w, nn.Parameter(w.detach() * 2))),
+}
+WRITERS = {
+    **SEEN,
+    "forward alone": lambda scene, number: scene.compiled(batch(number)),
+    "step": of_state(lambda state: state.step()),
+    "save": lambda scene, number: setattr(scene, "saved", fp8pass.state(scene.compiled).state_dict()),
+    "forget": forget,
+    "refresh": of_state(lambda state: state.refresh_weights()),
+    "restore": of_state(lambda state: state.restore_weights()),
+    "watch": watch,
+    "manual": lambda scene, _: scene.session.use_steps("manual" if scene.session.clock.mode == "auto" else "auto"),
+    "mode": lambda scene, number: scene.model.train(not scene.model.training),
+    "freeze": weight(lambda w: w.requires_grad_(not w.requires_grad)),
+    "optimize": lambda scene, number: torch.optim.SGD(scene.model.parameters(), 0.1).step(),
+    "other rows": lambda scene, number: scene.evaluate(number, 8 + number % 3),
+    "wanting input": lambda scene, number: scene.evaluate(number, wants=True),
+    "reset": lambda scene, number: torch._dynamo.reset(),
+    **{f.__name__: f for f in (inference, hooks, recompute, eager, compile_child, thread, in_a_backward, failing, tangent)},
+}
 
 
 def long_way():
     return mock.patch.object(Session, "takes_short_way", False)
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    return a == b or (a != a and b != b)
 
 
 def settled(recipe, **options):
@@ -258,7 +195,7 @@ def settled(recipe, **options):
 
 def written(writer):
     scene = settled("delayed")
-    writer(scene, 1)
+    WRITERS[writer](scene, 1)
     for seed in range(2):
         scene.evaluate(seed)
     scene.look()
@@ -289,7 +226,7 @@ def test_after_a_write_calls_are_as_on_the_long_way(writer):
 def test_a_write_is_seen(writer):
     scene = settled("delayed")
     before = scene.seen[-1]
-    writer(scene, 1)
+    SEEN[writer](scene, 1)
     scene.evaluate()
     assert not torch.equal(scene.seen[-1], before)
 
@@ -302,7 +239,7 @@ def wandering(seed):
             if choose.random() < 0.5:
                 scene.evaluate(choose.randrange(3))
             else:
-                choose.choice(WRITERS)(scene, choose.randrange(100))
+                choose.choice(list(WRITERS.values()))(scene, choose.randrange(100))
     scene.look()
     return scene.seen
 
@@ -314,14 +251,13 @@ def test_random_writes_and_calls_are_as_on_the_long_way(seed):
     assert same(wandering(seed), expected)
 
 
-def storage_of(parameter):
-    return StorageWeakRef(parameter.untyped_storage())
-
-
 def test_parameters_are_free_when_the_model_lets_go_of_them():
     scene = settled("delayed")
     scene.evaluate()
-    model, first, second = weakref.ref(scene.model), *map(storage_of, (scene.model.a.weight, scene.model.b.weight))
+    model, first, second = (
+        weakref.ref(scene.model),
+        *(StorageWeakRef(m.weight.untyped_storage()) for m in (scene.model.a, scene.model.b)),
+    )
     scene.model.b.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     gc.collect()
     assert second.expired()

@@ -1,32 +1,98 @@
-"""Blocks that eager checkpointing runs again: which run they repeat, and where their amaxes go."""
+"""Activation checkpointing, in the graph and around it: amaxes are recorded once, a run is repeated with its own scales."""
 
-import copy
+import functools
 
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fp8pass import DelayedScaling, fp8_compile, state
+from fp8pass import DelayedScaling, inspect, state
 from fp8pass.runtime.recompute import FirstRun, FirstRuns
-from tests.support.models import BrokenBlock, mlp
+from tests.support.models import BrokenBlock, Stack, mlp
+from tests.support.training import fp8, gradients, same, train
 
 RECIPE = DelayedScaling(amax_history_len=2)
+ops = torch.ops.lowering
+
+# -- in the graph
+
+
+def trained(**options):
+    """Blocks that are checkpointed inside of the compiled model, or not."""
+    torch.manual_seed(0)
+    model = Stack((mlp(32, 64, 32) for _ in range(2)), **options)
+    compiled, found = fp8(model, RECIPE), []
+    for i in range(3):
+        model.zero_grad()
+        found.append([train(compiled, torch.randn(16, 32) * (i + 1)), gradients(model)])
+    return compiled, [found, state(compiled).state_dict()]
+
+
+def in_backward(compiled, operation):
+    """How often the backward runs an operation."""
+    (graph,) = inspect(compiled).graphs
+    return sum(n.target is operation.default for n in graph.backward.graph.nodes)
+
+
+def keep_gemms(ctx, op, *args, **kwargs):
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def num_gradients(compiled):
+    return sum(g.role != "output" for g in inspect(compiled).gemms)
+
+
+def test_checkpoint_inside_the_model_changes_no_bit_and_a_policy_that_saves_gemms_recomputes_none():
+    (plain, expected), (checkpointed, found) = trained(), trained(use_reentrant=False)
+    selective, others = trained(
+        use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_gemms)
+    )
+    assert same(found, expected)
+    assert same(others, expected)
+    assert inspect(checkpointed).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
+    assert in_backward(checkpointed, ops.record_amax) == 1
+    assert in_backward(selective, ops.scaled_mm) == num_gradients(selective)
+
+
+class Gated(nn.Module):
+    """Results of GEMMs are cheaper to compute again than to save, by the partitioner's count, which does not know our GEMMs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.sigmoid(x)
+        return x
+
+
+def test_a_small_memory_budget_recomputes_no_fp8_gemm_either():
+    compiled = fp8(Gated())
+    with functorch_config.patch(activation_memory_budget=0.1):
+        train(compiled, torch.randn(64, 64, requires_grad=True))
+    assert in_backward(compiled, ops.scaled_mm) == num_gradients(compiled) == 8
+
+
+# -- around the model
 
 
 def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step():
-    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", step="manual")
-    view, x = state(compiled), torch.randn(16, 64)
-    for _ in range(2):
-        checkpoint(compiled, x, use_reentrant=False).sum().backward()
-        view.step()
-    out = checkpoint(compiled, 100 * x, use_reentrant=False)
-    view.step()
-    out.sum().backward()
-    staged = {name: float(view.amax_history(name)[0]) for name in view.tensors}
-    assert all(value == 0 for name, value in staged.items() if not name.endswith("grad_output")), staged
-    assert all(value > 0 for name, value in staged.items() if name.endswith("grad_output")), staged
+    compiled, x = fp8(mlp(), RECIPE, step="manual"), torch.randn(16, 64)
+    view = state(compiled)
+    for scale in (1, 1, 100):
+        out = checkpoint(compiled, scale * x, use_reentrant=False)
+        if scale == 100:
+            view.step()
+        out.sum().backward()
+        if scale == 1:
+            view.step()
+    for name in view.tensors:
+        assert (view.amax_history(name)[0] > 0) == name.endswith("grad_output"), name
 
 
 class TwoReaders(nn.Module):
@@ -44,15 +110,15 @@ class TwoReaders(nn.Module):
         return q * k
 
 
-def gradients(checkpoints: bool, make=lambda: BrokenBlock(64, 96), one_by_one=False, **options):
+def two_runs(checkpoints, make=lambda: BrokenBlock(64, 96), one_by_one=False, **options):
     """Two runs of one block with a break: the first has the scales of small inputs, the second those of its own."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = make()
-    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual", **options)
+    compiled = fp8(block, RECIPE, step="manual", **options)
     view, small, xs = state(compiled), torch.randn(16, 64), 100 * torch.randn(2, 16, 64)
-    for x in (small, small):
-        compiled(x).square().mean().backward()
+    for _ in range(2):
+        train(compiled, small)
         view.step()
     block.zero_grad()
     losses = []
@@ -62,28 +128,52 @@ def gradients(checkpoints: bool, make=lambda: BrokenBlock(64, 96), one_by_one=Fa
         view.step()
     for loss in losses if one_by_one else [losses[0] + losses[1]]:
         loss.backward()
-    return copy.deepcopy([p.grad for p in block.parameters()])
+    return gradients(block)
 
 
 def test_two_runs_of_a_block_with_a_break_are_repeated_newest_first_and_not_oldest():
-    for plain, again in zip(gradients(False), gradients(True), strict=True):
-        assert again.equal(plain)
+    assert same(two_runs(True), two_runs(False))
 
 
 @pytest.mark.parametrize("rules", [None, {"k": None}, {"q": None}])
 def test_two_graphs_that_read_one_tensor_repeat_a_run_each(rules):
-    plain, again = (
-        gradients(checkpoints, TwoReaders, one_by_one=True, select="all", rules=rules) for checkpoints in (False, True)
-    )
-    for one, other in zip(plain, again, strict=True):
-        assert other.equal(one)
+    assert same(*(two_runs(checkpoints, TwoReaders, one_by_one=True, rules=rules) for checkpoints in (False, True)))
+
+
+def across_a_boundary(use_reentrant):
+    """Gradients of a run that a boundary parts from its backward; another run has changed the scales there. None: it
+    is not checkpointed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block, x = mlp(), torch.randn(16, 64)
+    compiled = fp8(block, RECIPE, step="manual")
+    for scale in (1.0, 1.0, 100.0):
+        given = x.clone().requires_grad_()
+        other = compiled(scale * x)
+        out = compiled(given) if use_reentrant is None else checkpoint(compiled, given, use_reentrant=use_reentrant)
+        state(compiled).step()
+        block.zero_grad()
+        (out.square().mean() + other.mean()).backward()
+    return given.grad, gradients(block)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(use_reentrant):
+    assert same(across_a_boundary(use_reentrant), across_a_boundary(None))
+
+
+# -- which run is repeated
+
+
+def first_run():
+    return FirstRun({}, True, frozenset(), None, True)
 
 
 def test_a_run_is_that_of_its_instance_where_two_read_the_same_memory():
     runs, tensors, known = FirstRuns(), [torch.zeros(4) for _ in range(2)], {}
     for i, x in enumerate(tensors):
         for instance in "qk":
-            known[i, instance] = FirstRun({}, True, frozenset(), None, True)
+            known[i, instance] = first_run()
             runs.add([x], instance, known[i, instance])
     for i, x in enumerate(tensors):  # as in 1F1B, the oldest first
         for instance in "kq":
@@ -94,33 +184,9 @@ def test_other_tensors_at_the_same_address_repeat_no_run():
     """A recomputation reads a copy, which may lie where an earlier step's did."""
     memory = numpy.zeros(96, dtype=numpy.float32)  # given to one tensor after the other, as an allocator does
     runs, first = FirstRuns(), torch.from_numpy(memory)
-    runs.add([first], "a", FirstRun({}, True, frozenset(), None, True))
+    runs.add([first], "a", first_run())
     assert runs.find([first]) is not None
     del first
     found = torch.from_numpy(memory)
     assert runs.find([found]) is None
     assert runs.take([found], "b") is None
-
-
-def across_a_boundary(use_reentrant):
-    """Gradients of a run that a boundary parts from its backward; another run has changed the scales there. None: it
-    is not checkpointed."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block = mlp()
-    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual")
-    view, x = state(compiled), torch.randn(16, 64)
-    for scale in (1.0, 1.0, 100.0):
-        given = x.clone().requires_grad_()
-        other = compiled(scale * x)
-        out = compiled(given) if use_reentrant is None else checkpoint(compiled, given, use_reentrant=use_reentrant)
-        view.step()
-        block.zero_grad()
-        (out.square().mean() + other.mean()).backward()
-    return [given.grad, *(p.grad.clone() for p in block.parameters())]
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(use_reentrant):
-    plain, again = across_a_boundary(None), across_a_boundary(use_reentrant)
-    assert all(a.equal(b) for a, b in zip(plain, again, strict=True))

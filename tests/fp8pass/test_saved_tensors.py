@@ -12,9 +12,9 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import DelayedScaling, fp8_compile, monitor, state
+from fp8pass import DelayedScaling, monitor, state
 from fp8pass.scales import store
-from tests.support.models import mlp
+from tests.support.training import fp8, fp8_mlp, gradients, same
 
 DELAYED = DelayedScaling(amax_history_len=4)
 
@@ -74,24 +74,19 @@ CONTEXTS = {
 }
 
 
-def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), measured=False, steps=4, **options):
+def run(context, recipe=DELAYED, *, call=lambda model, x: model(x), measured=False, steps=4, **options):
     """Everything that training leaves behind: gradients of each step, the state, the numbers of the monitor."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make()
-    compiled = fp8_compile(model, recipe, **{"backend": "aot_eager", **options})
-    watch = monitor(compiled, every=2) if measured else None
-    found = {}
+    model, compiled = fp8_mlp(recipe, **options)
+    watch, found = monitor(compiled, every=2) if measured else None, []
     for step in range(steps):
         model.zero_grad()
-        x = torch.randn(32, 64) * (step + 1)
-        x.requires_grad_()
+        x = (torch.randn(32, 64) * (step + 1)).requires_grad_()
         with context():
             out = call(compiled, x)
         (1e-3 * out.square().mean()).backward()
-        found |= {f"{step}.{name}": p.grad.clone() for name, p in model.named_parameters()} | {f"{step}.x": x.grad}
-    numbers = [] if watch is None else [repr(t) for t in watch.latest.tensors]
-    return found | state(compiled).state_dict(), numbers
+        found.append({**gradients(model), "x": x.grad})
+    return found, state(compiled).state_dict(), [] if watch is None else [repr(t) for t in watch.latest.tensors]
 
 
 @functools.cache
@@ -101,17 +96,15 @@ def unhooked(**options):
 
 
 def check_unchanged(context, **options):
-    (expected, numbers), (found, others) = unhooked(**options), run(context, **options)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not found[name].equal(expected[name])] == []
-    assert others == numbers
-    return expected
+    assert same(run(context, **options), unhooked(**options))
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_hooks_around_a_model(name):
-    expected = check_unchanged(CONTEXTS[name], measured=name in ("clone", "NumPy", "disk"))
-    assert all(v.item() > 1e3 for k, v in expected.items() if "grad_output" in k and k.endswith(".scale"))
+    options = {"measured": name in ("clone", "NumPy", "disk")}
+    check_unchanged(CONTEXTS[name], **options)
+    saved = unhooked(**options)[1]
+    assert all(v.item() > 1e3 for k, v in saved.items() if "grad_output" in k and k.endswith(".scale"))
 
 
 @pytest.mark.parametrize("recipe", ["current", "blockwise", "rowwise", "mxfp8"])
@@ -139,18 +132,14 @@ def test_hooks_around_checkpointing_and_within(use_reentrant, measured):
 
     options = {"measured": measured, "steps": 3}
     check_unchanged(lambda: hooks_of("clone"), call=call, **options)
-    expected, found = unhooked(call=call, **options), run(contextlib.nullcontext, call=within, **options)
-    assert found[1] == expected[1]
-    assert all(found[0][k].equal(expected[0][k]) for k in expected[0])
+    assert same(run(contextlib.nullcontext, call=within, **options), unhooked(call=call, **options))
 
 
 def test_hooks_with_a_step_by_hand_between_forward_and_backward():
     """The backward's amaxes belong to the next step then, with hooks or without."""
 
     def train(context):
-        torch.manual_seed(0)
-        model = mlp()
-        compiled = fp8_compile(model, DELAYED, backend="aot_eager", step="manual")
+        _, compiled = fp8_mlp(DELAYED, step="manual")
         for _ in range(3):
             with context():
                 out = compiled(torch.randn(32, 64))
@@ -159,16 +148,14 @@ def test_hooks_with_a_step_by_hand_between_forward_and_backward():
         state(compiled).step()
         return state(compiled).state_dict()
 
-    expected, found = train(contextlib.nullcontext), train(save_on_cpu)
-    assert all(found[k].equal(expected[k]) for k in expected)
+    assert same(train(save_on_cpu), train(contextlib.nullcontext))
 
 
 def test_a_hook_that_raises_leaves_the_model_usable():
     def refuse(tensor):
         raise ValueError("no room")
 
-    model = mlp()
-    compiled = fp8_compile(model, DELAYED, backend="aot_eager")
+    _, compiled = fp8_mlp(DELAYED)
     with pytest.raises(ValueError, match="no room"), saved_tensors_hooks(refuse, lambda t: t):
         compiled(torch.randn(32, 64))
     compiled(torch.randn(32, 64)).sum().backward()
@@ -183,7 +170,7 @@ def test_a_backward_whose_store_has_grown_since_its_forward_records(monkeypatch)
             x = torch.tanh(x @ x.t())
         return x
 
-    compiled = fp8_compile(product, DELAYED, backend="aot_eager", step="manual", dynamic=False)
+    compiled = fp8(product, DELAYED, step="manual", dynamic=False)
     x = torch.randn(64, 64, requires_grad=True)
     out = compiled(x, 1)
     held = state(compiled)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.runtime.session import Session
 from fp8pass.scales import store as stores
+from tests.support.models import ResidualMlp
+from tests.support.training import gradients, same
 
 RECIPE = fp8pass.DelayedScaling(amax_history_len=4)
 GIVEN = {"select": "all", "backend": "aot_eager"}
@@ -29,18 +31,9 @@ def no_donated_buffers():
         yield
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        return x + self.b(torch.relu(self.a(x)))
-
-
 def make_blocks(count, seed=0):
     torch.manual_seed(seed)
-    return nn.ModuleList(Block() for _ in range(count))
+    return nn.ModuleList(ResidualMlp(WIDTH, WIDTH, bias=False) for _ in range(count))
 
 
 def in_place(block, recipe=RECIPE, **options):
@@ -56,10 +49,22 @@ def batch(step, scale=1.0):
     return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(step)) * scale
 
 
-def run(blocks, x):
+def run(blocks, x, **checkpoints):
     for block in blocks:
-        x = block(x)
+        x = checkpoint(block, x, **checkpoints) if checkpoints else block(x)
     return x
+
+
+def compiled_blocks(count, compile_block=in_place, **options):
+    """Some blocks, each compiled by itself."""
+    blocks = make_blocks(count)
+    for block in blocks:
+        compile_block(block, **options)
+    return blocks
+
+
+def sessions_of(model):
+    return [part.session for part in fp8pass.api.parts_of(model)]
 
 
 def train(blocks, step):
@@ -79,31 +84,22 @@ def counted():
         yield found
 
 
-def alone():
-    """Sessions end their own steps, one by one."""
-    return mock.patch.object(Session, "shares_boundaries", False)
-
-
 @pytest.mark.parametrize("compile_block", [in_place, by_name])
 def test_a_step_of_many_blocks_has_one_boundary(compile_block):
-    blocks = make_blocks(6)
-    for block in blocks:
-        compile_block(block)
+    """And so has each microbatch."""
+    blocks = compiled_blocks(6, compile_block)
     train(blocks, 0)
     for step in range(1, 4):
         with counted() as updates:
             train(blocks, step)
         assert len(updates) == 1
         assert updates[0] >= len(fp8pass.state(blocks).tensors) == 6 * 6
-        sessions = [part.session for part in fp8pass.api.parts_of(blocks)]
-        assert {s.num_steps for s in sessions} == {step}
-        assert all(s.clock.is_step_pending for s in sessions)
+        assert {s.num_steps for s in sessions_of(blocks)} == {step}
+        assert all(s.clock.is_step_pending for s in sessions_of(blocks))
 
 
 def test_manual_steps_have_one_update():
-    blocks = make_blocks(5)
-    for block in blocks:
-        in_place(block, step="manual")
+    blocks = compiled_blocks(5, step="manual")
     for step in range(3):
         train(blocks, step)
         with counted() as updates:
@@ -111,53 +107,30 @@ def test_manual_steps_have_one_update():
         assert len(updates) == 1
 
 
-def test_microbatches_have_one_boundary_each():
-    blocks = make_blocks(4)
-    for block in blocks:
-        in_place(block)
-    train(blocks, 0)
-    with counted() as updates:
-        for step in range(1, 4):
-            train(blocks, step)
-    assert len(updates) == 3
-
-
 def test_blocks_with_other_settings_have_their_own_boundary():
     blocks = make_blocks(4)
     for i, block in enumerate(blocks):
         in_place(block, RECIPE if i % 2 else fp8pass.DelayedScaling(amax_history_len=5))
-    for step in range(2):
-        train(blocks, step)
-    with counted() as updates:
-        train(blocks, 2)
+    for step in range(3):
+        with counted() as updates:
+            train(blocks, step)
     assert len(updates) == 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_blocks_share_a_boundary(use_reentrant):
-    blocks = make_blocks(3)
-    for block in blocks:
-        in_place(block)
-
-    def step(number):
-        x = batch(number).requires_grad_()
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=use_reentrant)
-        x.square().mean().backward()
-
-    for number in range(3):
+    blocks = compiled_blocks(3)
+    for step in range(3):
         with counted() as updates:
-            step(number)
+            run(blocks, batch(step).requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
     assert len(updates) == 1
 
 
 def test_a_backward_that_is_to_come_keeps_the_boundary_apart():
-    blocks = make_blocks(3)
-    for block in blocks:
-        in_place(block)
+    blocks = compiled_blocks(3)
     for step in range(2):
         train(blocks, step)
-    sessions = [part.session for part in fp8pass.api.parts_of(blocks)]
+    sessions = sessions_of(blocks)
     loss = run(blocks, batch(2)).square().mean()
     loss.backward(retain_graph=True)
     blocks[0](batch(3))  # ends the step of the first one alone: a second backward may reach the others
@@ -177,15 +150,13 @@ def gan_step(generator, critic, number):
 
 @pytest.mark.parametrize("compile_block", [in_place, by_name])
 def test_two_models_end_their_own_steps(compile_block):
-    generator, critic = make_blocks(2)
-    for block in (generator, critic):
-        compile_block(block)
+    generator, critic = compiled_blocks(2, compile_block)
     gan_step(generator, critic, 0)
-    sessions = [fp8pass.api.parts_of(block)[0].session for block in (generator, critic)]
-    before = sessions[0].num_steps
+    (session,) = sessions_of(generator)
+    before = session.num_steps
     critic(batch(1)).mean().backward()  # the last backward of the critic was one of the generator, too
-    assert sessions[0].num_steps == before
-    assert sessions[0].clock.is_step_pending
+    assert session.num_steps == before
+    assert session.clock.is_step_pending
 
 
 RARE = ["reversed", "some", "shared", "evaluate", "dropped", "twice", "late", "halves", "checkpoint", "gan", "load", "rules"]
@@ -239,79 +210,59 @@ def play(compile_block, seed):
             run(blocks[2:], below).square().mean().backward()
             middle.backward(below.grad)
         elif kind == "checkpoint":
-            y = x.requires_grad_()
-            for block in blocks:
-                y = checkpoint(block, y, use_reentrant=bool(number % 2))
-            note(y)
+            note(run(blocks, x.requires_grad_(), use_reentrant=bool(number % 2)))
         elif kind == "gan":
             gan_step(others[0], others[1], number)
         elif kind == "load" and len(fp8pass.state(blocks).tensors) == 30:
             fp8pass.state(blocks).load_state_dict(fp8pass.state(blocks).state_dict())
         elif kind == "rules":
-            fp8pass.use_rules(blocks[some[0]], {"b": None} if number % 2 else None)
+            fp8pass.use_rules(blocks[some[0]], {"down": None} if number % 2 else None)
         elif kind == "grow":
             note(run([blocks[i] for i in some], x[: 8 + number % 3]))
         elif kind == "forget":
             fp8pass.state(blocks).forget_weights()
         if waiting and number % 3 == 0:
             waiting.pop().backward()
-        found += [p.grad.clone() for p in (*blocks.parameters(), *others.parameters()) if p.grad is not None]
+        found += [gradients(blocks), gradients(others)]
     for model in (blocks, others):
         fp8pass.state(model).step()
-        saved = fp8pass.state(model).state_dict()
-        found += [saved[key] for key in sorted(saved)]
+        found.append(fp8pass.state(model).state_dict())
     return found
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_seen_is_what_each_alone_shows(seed):
-    torch._dynamo.reset()
-    with alone():
+    with mock.patch.object(Session, "shares_boundaries", False):  # sessions end their own steps, one by one
         expected = play(in_place, seed)
     torch._dynamo.reset()
-    got = play(in_place, seed)
-    assert len(got) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert same(play(in_place, seed), expected)
 
 
-def test_a_block_that_is_gone_frees_its_memory_and_stops_nobody():
-    blocks = make_blocks(4)
-    for block in blocks:
-        in_place(block)
+def test_blocks_that_go_free_their_memory_and_those_that_come_later_join():
+    blocks = compiled_blocks(4)
     for step in range(3):
         train(blocks, step)
-    gone = weakref.ref(blocks[2]), weakref.ref(fp8pass.api.parts_of(blocks[2])[0].session)
+    gone = weakref.ref(blocks[2]), weakref.ref(sessions_of(blocks[2])[0])
     del blocks[2]
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     with counted() as updates:
         train(blocks, 3)
     assert len(updates) == 1
-
-
-def test_a_block_that_comes_later_joins():
-    blocks = make_blocks(3)
-    for block in blocks:
-        in_place(block)
-    for step in range(3):
-        train(blocks, step)
     blocks.append(in_place(copy.deepcopy(blocks[0])))
-    train(blocks, 3)
-    train(blocks, 4)
-    with counted() as updates:
-        train(blocks, 5)
+    for step in range(4, 7):
+        with counted() as updates:
+            train(blocks, step)
     assert len(updates) == 1
 
 
 def test_blocks_that_are_left_out_by_turns_share_a_boundary():
-    blocks = make_blocks(5)
-    for block in blocks:
-        in_place(block)
+    blocks = compiled_blocks(5)
     for step in range(8):
-        run([block for i, block in enumerate(blocks) if i != step % 5], batch(step)).square().mean().backward()
+        train([block for i, block in enumerate(blocks) if i != step % 5], step)
     with counted() as updates:
-        run(blocks[1:], batch(9)).square().mean().backward()
-        run(blocks[:4], batch(10)).square().mean().backward()
+        train(blocks[1:], 9)
+        train(blocks[:4], 10)
     assert len(updates) <= 4
 
 
@@ -322,9 +273,7 @@ def test_functions_of_the_users_see_one_block_at_a_time():
         seen.append(window.shape[1])
         return window.amax(dim=0)
 
-    blocks = make_blocks(3)
-    for block in blocks:
-        in_place(block, fp8pass.DelayedScaling(amax_history_len=4, amax_compute_algo=largest))
+    blocks = compiled_blocks(3, recipe=fp8pass.DelayedScaling(amax_history_len=4, amax_compute_algo=largest))
     for step in range(3):
         train(blocks, step)
     assert set(seen) == {6}

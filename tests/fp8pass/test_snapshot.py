@@ -26,7 +26,16 @@ def test_every_node_returns_with_its_metadata():
     assert copy.output_node().meta["desc"] == graph.output_node().meta["desc"]
 
 
-def all_kinds_of_arguments():
+def test_it_keeps_no_node_alive():
+    graph = trace(mlp(), torch.randn(16, 64), recipe="current").graph
+    snapshot = Snapshot.take(graph)
+    gc.collect()
+    own = {id(o) for o in gc.get_referents(*snapshot.nodes) if gc.is_tracked(o)}
+    assert not any(isinstance(o, fx.Node) for n in snapshot.nodes for o in gc.get_referents(n.args, n.kwargs, n.meta))
+    assert len(own) < 4 * len(graph.nodes), "few objects of its own"
+
+
+def test_arguments_of_every_kind_and_later_changes_of_the_graph():
     """Every place in which a node can stand: lists, tuples, dicts, slices and keyword arguments; and numbers beside nodes."""
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
@@ -34,38 +43,17 @@ def all_kinds_of_arguments():
     size = graph.call_method("size", (both, 1))
     part = graph.call_function(torch.Tensor.__getitem__, (both, (slice(None, size, None), 0)))
     graph.output({"part": part, "numbers": (0, 1, [2, True])}, type_expr=dict)
-    return graph
-
-
-def test_arguments_of_every_kind():
-    graph = all_kinds_of_arguments()
-    copy = Snapshot.take(graph).restore()
-    assert lines(copy) == lines(graph)
+    before, snapshot = lines(graph), Snapshot.take(graph)
+    copy = snapshot.restore()
+    assert lines(copy) == before
     assert copy.output_node().type is dict
-    x, y = torch.randn(3, 2), torch.randn(3, 1)
-    found, wanted = (fx.Interpreter(fx.GraphModule({}, g)).run(x, y) for g in (copy, graph))
+    given = torch.randn(3, 2), torch.randn(3, 1)
+    found, wanted = (fx.Interpreter(fx.GraphModule({}, g)).run(*given) for g in (copy, graph))
     assert found["part"].equal(wanted["part"])
     assert found["numbers"] == wanted["numbers"] == (0, 1, [2, True])
     assert not set(copy.nodes) & set(graph.nodes)
-
-
-def test_later_changes_of_the_graph_do_not_reach_it():
-    graph = all_kinds_of_arguments()
-    before = lines(graph)
-    snapshot = Snapshot.take(graph)
-    first = next(iter(graph.nodes))
-    first.meta["later"] = True
-    graph.find_nodes(op="call_function", target=torch.cat)[0].update_arg(0, [first])
+    x.meta["later"] = True
+    both.update_arg(0, [x])
     restored = snapshot.restore()
     assert lines(restored) == before != lines(graph)
     assert "later" not in next(iter(restored.nodes)).meta
-
-
-def test_it_keeps_no_node_alive():
-    """And few objects of its own."""
-    graph = trace(mlp(), torch.randn(16, 64), recipe="current").graph
-    snapshot, count = Snapshot.take(graph), len(graph.nodes)
-    gc.collect()
-    own = {id(o) for o in gc.get_referents(*snapshot.nodes) if gc.is_tracked(o)}
-    assert not any(isinstance(o, fx.Node) for n in snapshot.nodes for o in gc.get_referents(n.args, n.kwargs, n.meta))
-    assert len(own) < 4 * count

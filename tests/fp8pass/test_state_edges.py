@@ -10,29 +10,17 @@ from torch.distributed import checkpoint as dcp
 from fp8pass import DelayedScaling, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.support.cases import each
-from tests.support.models import mlp
+from tests.support.training import fp8, fp8_mlp, train
 
-
-def compiled_mlp(recipe, seed=0, **options):
-    torch.manual_seed(seed)
-    model = mlp()
-    return model, fp8_compile(model, recipe, backend="aot_eager", **options)
-
-
-def train(compiled, *batches):
-    for x in batches:
-        compiled(x).square().sum().backward()
+TWO_STEPS = DelayedScaling(amax_history_len=2)
 
 
 def test_a_history_of_one_step_is_loaded_as_it_was():
     """Behind a boundary all its entries are 0: the scale alone tells that it is no empty one."""
-    recipe = DelayedScaling(amax_history_len=1)
-    model, compiled = compiled_mlp(recipe, step="manual")
+    (_, compiled), (_, loaded) = (fp8_mlp(DelayedScaling(amax_history_len=1), step="manual") for _ in range(2))
     x = torch.randn(16, 64)
     train(compiled, x)
     state(compiled).step()
-    other, loaded = compiled_mlp(recipe, step="manual")
-    other.load_state_dict(model.state_dict())
     state(loaded).load_state_dict(state(compiled).state_dict())
     assert loaded(x * 3).equal(compiled(x * 3))
 
@@ -50,38 +38,36 @@ def test_counts_of_non_finite_amaxes_outlive_the_65th_tensor():
             return x
 
     model = Growing()
-    compiled = fp8_compile(model, DelayedScaling(amax_history_len=2), backend="aot_eager", select="all", step="manual")
-    store = compiled._orig_mod and state(compiled)
+    compiled = fp8(model, TWO_STEPS, step="manual")
+    view = state(compiled)
     compiled(torch.full((16, 32), float("inf"))).sum().backward()
-    store.step()
-    before = store.num_non_finite("layers.0:input")
-    assert before == 1
+    view.step()
+    assert view.num_non_finite("layers.0:input") == 1
     model.layers.extend(nn.Linear(32, 32) for _ in range(40))  # more than the model had when it was compiled
     model.num = 70
-    compiled(torch.randn(16, 32)).sum().backward()
-    store.step()
-    assert len(store.tensors) > 128
-    assert store.num_non_finite("layers.0:input") == before
+    train(compiled, torch.randn(16, 32))
+    view.step()
+    assert len(view.tensors) > 128
+    assert view.num_non_finite("layers.0:input") == 1
 
 
 @pytest.mark.parametrize("copies", ["auto", "cache"])
 def test_an_evaluation_after_loading_has_the_loaded_scales(copies):
-    recipe = DelayedScaling(amax_history_len=2)
-    model, compiled = compiled_mlp(recipe, weight_copies=copies, step="manual")
-    x = torch.randn(16, 64)
+    model, compiled = fp8_mlp(TWO_STEPS, weight_copies=copies, step="manual")
+    x, view = torch.randn(16, 64), state(compiled)
     train(compiled, x)
-    state(compiled).step()
-    saved, weights = state(compiled).state_dict(), copy.deepcopy(model.state_dict())
+    view.step()
+    saved, weights = view.state_dict(), copy.deepcopy(model.state_dict())
     with torch.no_grad():
         wanted = compiled(x)
         for parameter in model.parameters():
             parameter.mul_(37.0)
     train(compiled, x)
-    state(compiled).step()
+    view.step()
     model.load_state_dict(weights)
     with torch.no_grad():
         compiled(x)  # keeps copies with the scales of the larger weights
-        state(compiled).load_state_dict(saved)
+        view.load_state_dict(saved)
         assert compiled(x).equal(wanted)
 
 
@@ -112,10 +98,9 @@ class Ways(nn.Module):
 
 
 def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
-    torch.manual_seed(0)
     model = Ways()
-    compiled = fp8_compile(model, DelayedScaling(), backend="aot_eager", select="all")
-    view, x = state(compiled), torch.randn(32, 64)
+    compiled, x = fp8(model, DelayedScaling()), torch.randn(32, 64)
+    view = state(compiled)
     for model.in_turn in (False, True, False, True):
         train(compiled, x)
         assert view.amax_history("a:input")[0] == x.abs().max()
@@ -123,15 +108,13 @@ def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
 
 
 def test_weights_that_are_untied_have_scales_of_their_own():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model[2].weight = model[0].weight
-    compiled = fp8_compile(model, DelayedScaling(amax_history_len=2), backend="aot_eager", select="all", step="manual")
-    x = torch.randn(32, 64)
+    compiled, x = fp8(model, TWO_STEPS, step="manual"), torch.randn(32, 64)
     for is_tied in (True, False, False):
         if not is_tied:
             model[2].weight = nn.Parameter(3 * model[0].weight.detach())
         train(compiled, x)
         state(compiled).step()
-    for name, module in (("0:weight", model[0]), ("2:weight", model[2])):
-        assert state(compiled).scale(name) == 448 / module.weight.detach().abs().max(), name
+    for i in (0, 2):
+        assert state(compiled).scale(f"{i}:weight") == 448 / model[i].weight.detach().abs().max()

@@ -13,43 +13,33 @@ def make(mode="auto", reduces=False):
     return StepClock(mode, types.SimpleNamespace(is_active=reduces))
 
 
-def forward(clock, trains=True, records=True):
-    """One outermost forward: whether it ended a step first."""
-    due = clock.is_step_due(trains)
+def forward(clock, kind="t"):
+    """One outermost forward: whether it ended a step first. kind: "t" trains and records, "n" trains, "e" evaluates."""
+    due = clock.is_step_due(kind != "e")
     if due:
         clock.set_pending(False)
-    clock.begin_forward(trains)
-    clock.recorded |= records
+    clock.begin_forward(kind != "e")
+    clock.recorded |= kind == "t"
     clock.end_forward()
     return due
 
 
-def test_a_step_ends_when_the_next_forward_begins():
-    clock = make()
-    assert [forward(clock) for _ in range(3)] == [False, True, True]
-
-
-def test_a_step_without_an_amax_has_no_end():
-    clock = make()
-    assert [forward(clock, trains=False, records=False) for _ in range(2)] == [False, False]
-    assert not clock.is_step_pending
-    forward(clock)
-    assert forward(clock, trains=False, records=False), "an evaluation ends the step before it"
-    assert not clock.is_step_pending
-
-
-def test_manual_steps_are_never_due():
-    clock = make("manual")
-    assert [forward(clock) for _ in range(3)] == [False] * 3
-    assert clock.is_step_pending
-
-
-@pytest.mark.parametrize("records", [True, False])
-def test_ranks_that_reduce_agree_by_their_calls_and_not_by_what_they_recorded(records):
-    clock = make(reduces=True)
-    assert not forward(clock, records=records)
-    assert not forward(clock, trains=False, records=False), "one rank may evaluate alone"
-    assert forward(clock, records=records)
+@pytest.mark.parametrize(
+    ("mode", "reduces", "kinds", "dues", "is_pending"),
+    [
+        ("auto", False, "ttt", [False, True, True], True),
+        ("auto", False, "ee", [False, False], False),  # a step without an amax has no end
+        ("auto", False, "eete", [False, False, False, True], False),  # an evaluation ends the step before it
+        ("manual", False, "ttt", [False, False, False], True),
+        # Ranks that reduce agree by their calls and not by what they recorded: one rank may evaluate alone.
+        ("auto", True, "tet", [False, False, True], True),
+        ("auto", True, "nen", [False, False, True], True),
+    ],
+)
+def test_a_step_ends_when_the_next_forward_begins(mode, reduces, kinds, dues, is_pending):
+    clock = make(mode, reduces)
+    assert [forward(clock, kind) for kind in kinds] == dues
+    assert reduces or clock.is_step_pending == is_pending
 
 
 def test_a_forward_inside_another_ends_no_step():

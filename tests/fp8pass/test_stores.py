@@ -19,29 +19,33 @@ E4M3 = DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 1)
 
 
-def make(rules=None, recipe=HYBRID, model=None):
-    return Stores(parse_rules(recipe, rules), weakref.ref(model) if model is not None else lambda: None)
+def make(rules=None, model=None):
+    return Stores(parse_rules(HYBRID, rules), weakref.ref(model) if model is not None else lambda: None)
+
+
+def with_tensors(*names, entries=None):
+    """Stores with one store on the CPU, and this store."""
+    stores = make()
+    store = stores.store(HYBRID, CPU)
+    store.add(list(names), [448.0] * len(names), entries)
+    return stores, store
 
 
 def name(text):
     return TensorName.parse(text)
 
 
-def test_a_store_per_recipe_and_device_is_made_once():
+def test_a_store_per_recipe_and_device_is_made_once_and_fits_the_model_and_what_a_graph_needs():
     stores = make({"b": E4M3})
     first = stores.store(HYBRID, CPU)
     assert stores.store(HYBRID, CPU) is first
     assert stores.store(HYBRID, OTHER) is not first
     assert [s.recipe for s in stores.one_per_recipe()] == [HYBRID, HYBRID, E4M3]
     assert len(stores.one_per_recipe()) == 3
-
-
-def test_capacity_fits_the_model_and_what_a_graph_needs():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
     stores = make(model=model)
-    assert stores.capacity(HYBRID, CPU, 0) == 128, "90 tensors of 30 linears"
-    assert stores.capacity(HYBRID, CPU, 129) == 256
-    assert stores.capacity(HYBRID, CPU, 10) == 256, "it never shrinks"
+    # 90 tensors of 30 linears; it never shrinks
+    assert [stores.capacity(HYBRID, CPU, needed) for needed in (0, 129, 10)] == [128, 256, 256]
 
 
 @pytest.mark.parametrize("first", [0, 1, 59, 60, 61, 62, 63, 64, 65, 129, 195])
@@ -118,9 +122,7 @@ def test_claiming_takes_over_what_another_device_holds():
 
 
 def test_claiming_refuses_what_a_loaded_state_lacks():
-    stores = make()
-    store = stores.store(HYBRID, CPU)
-    store.add(["a:input"], [448.0])
+    stores, store = with_tensors("a:input")
     store.restored.add("a:input")
     store.is_complete = True
     with pytest.raises(CheckpointMismatchError, match="it lacks b:input; it was saved by another model or with other rules"):
@@ -192,9 +194,7 @@ def test_a_stack_is_empty_until_all_its_entries_are_written():
 
 
 def test_claiming_refuses_another_number_of_experts():
-    stores = make()
-    store = stores.store(HYBRID, CPU)
-    store.add(["a:weight"], [448.0], [4])
+    stores, store = with_tensors("a:weight", entries=[4])
     store.restored.add("a:weight")
     with pytest.raises(CheckpointMismatchError, match="a:weight has 4 scales there and 8 here"):
         stores.claim(store, [("a:weight", 448.0)], [8])
@@ -202,9 +202,7 @@ def test_claiming_refuses_another_number_of_experts():
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_batch_with_another_number_of_matrices_begins_with_an_empty_history(count):
-    stores = make()
-    store = stores.store(HYBRID, CPU)
-    store.add(["a:weight", "b:input"], [448.0, 448.0], [4, 1])
+    stores, store = with_tensors("a:weight", "b:input", entries=[4, 1])
     store.amax_history[1, :5] = torch.arange(1.0, 6)
     store.scale[:5] = 2.0
     store.empty.clear()

@@ -2,19 +2,28 @@
 
 import pytest
 import torch
-from torch import nn
 
 from fp8pass import fp8_compile
 from fp8pass.errors import OptionError
+from tests.support.models import mlp
+from tests.support.training import train
 
 
-def model():
-    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+def by_name(model, recipe, options, **own):
+    return torch.compile(model, backend="fp8pass", options={"recipe": recipe, **own, **options})
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_guard_filter_fn_is_torch_compiles(backend, in_place):
+@pytest.mark.parametrize(
+    ("compile_model", "given"),
+    [
+        (fp8_compile, {"backend": "aot_eager"}),
+        (fp8_compile, {"backend": "aot_eager", "in_place": True}),
+        (by_name, {"backend": "aot_eager"}),
+        pytest.param(fp8_compile, {}, marks=pytest.mark.exhaustive),
+        pytest.param(fp8_compile, {"in_place": True}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_guard_filter_fn_is_torch_compiles(compile_model, given):
     """Without guards on sizes a call with other rows runs the graph of the first one."""
     seen = []
 
@@ -22,26 +31,11 @@ def test_guard_filter_fn_is_torch_compiles(backend, in_place):
         seen.extend(guards)
         return [True] * len(guards)
 
-    options = {"guard_filter_fn": keep}
-    compiled = fp8_compile(model(), "current", backend=backend, options=options, in_place=in_place)
-    compiled(torch.randn(16, 32)).sum().backward()
+    options = {"guard_filter_fn": keep, **({} if "backend" in given else {"epilogue_fusion": False})}
+    before = dict(options)
+    train(compile_model(mlp(), "current", options=options, **given), torch.randn(16, 64))
     assert seen
-    assert options == {"guard_filter_fn": keep}, "the dict stays as it was, for the next model"
-
-
-def test_guard_filter_fn_by_the_backends_name():
-    seen = []
-    options = {"recipe": "current", "backend": "aot_eager", "guard_filter_fn": lambda g: seen.extend(g) or [True] * len(g)}
-    torch.compile(model(), backend="fp8pass", options=options)(torch.randn(16, 32)).sum().backward()
-    assert seen
-
-
-@pytest.mark.slow
-def test_guard_filter_fn_beside_options_of_inductor():
-    seen = []
-    options = {"epilogue_fusion": False, "guard_filter_fn": lambda g: seen.extend(g) or [True] * len(g)}
-    fp8_compile(model(), "current", options=options)(torch.randn(16, 32)).sum().backward()
-    assert seen
+    assert options == before, "the dict stays as it was, for the next model"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -56,25 +50,14 @@ def test_guard_filter_fn_beside_options_of_inductor():
 )
 def test_words_in_the_wrong_place(backend, options, message):
     with pytest.raises(OptionError, match=message):
-        fp8_compile(model(), "current", backend=backend, options=options)
-
-
-def test_in_place_by_the_backends_name():
-    compiled = torch.compile(model(), backend="fp8pass", options={"recipe": "current", "in_place": True})
-    with pytest.raises(Exception, match=r"'in_place'=True is an argument of fp8_compile.*in_place=True"):
-        compiled(torch.randn(16, 32))
-
-
-def test_options_of_inductor_stay_inductors():
-    with pytest.raises(OptionError, match="generates no code"):
-        fp8_compile(model(), "current", backend="aot_eager", options={"max_autotune": True})
+        fp8_compile(mlp(), "current", backend=backend, options=options)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_the_cpp_wrapper_is_refused(recipe):
     """It would end the process: torch passes a list of one tensor wrongly."""
     with pytest.raises(OptionError, match=r"cpp_wrapper.*190551.*leave it out"):
-        fp8_compile(model(), recipe, options={"cpp_wrapper": True})
-    compiled = fp8_compile(model(), recipe)
+        fp8_compile(mlp(), recipe, options={"cpp_wrapper": True})
+    compiled = fp8_compile(mlp(), recipe)
     with torch._inductor.config.patch(cpp_wrapper=True), pytest.raises(Exception, match=r"190551.*TORCHINDUCTOR_CPP_WRAPPER=0"):
-        compiled(torch.randn(16, 32))
+        compiled(torch.randn(16, 64))

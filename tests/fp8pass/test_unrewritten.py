@@ -123,25 +123,22 @@ class OnTwoDevices(nn.Module):
         return self.here(x), self.there(y)
 
 
-def test_delayed_scaling_keeps_its_state_on_one_device_and_names_gemms_elsewhere():
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_gemms_on_two_devices(recipe):
+    """Delayed scaling keeps its state on one device and names GEMMs elsewhere; weights share no launch."""
     model, x, y = OnTwoDevices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
-    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
     out, _ = compiled(x, y)
     out.sum().backward()
-    assert torch.equal(out, model(x, y)[0])
-    here, there = (
+    (here,), (there,) = (
         [g for g in inspect(compiled).gemms if g.module == name and g.role == "output"] for name in ("here", "there")
     )
-    assert "on cpu; the amax histories of this graph are on meta" in here[0].reason
-    assert there[0].quantized
-
-
-def test_weights_on_two_devices_share_no_launch():
-    model, x, y = OnTwoDevices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    out, _ = compiled(x, y)
-    out.sum().backward()
-    assert all(g.quantized for g in inspect(compiled).gemms)
+    assert there.quantized
+    if recipe == "delayed":
+        assert torch.equal(out, model(x, y)[0])
+        assert "on cpu; the amax histories of this graph are on meta" in here.reason
+    else:
+        assert all(g.quantized for g in inspect(compiled).gemms)
     for node in inspect(compiled).graphs[0].after.graph.nodes:
         if "multi" in str(node.target):
             assert len({x.meta["val"].device for x in node.args[0]}) == 1

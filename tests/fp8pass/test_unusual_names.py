@@ -43,26 +43,22 @@ def assert_named(text):
     assert [name for name in NAMES if name not in whole] == []
 
 
-def test_tables_name_them(monkeypatch, tmp_path):
+def test_tables_pages_comparisons_suggestions_and_estimates_name_them(monkeypatch, tmp_path):
     compiled, watching = train()
     for columns in ("160", "80"):
         monkeypatch.setenv("COLUMNS", columns)
         assert_named(str(inspect(compiled)))
         assert_named(repr(inspect(compiled)))
+    monkeypatch.delenv("COLUMNS")
     assert_named(str(watching))
     console = rich_console.Console(record=True, width=160)  # a user's, with markup
     console.print(watching.latest)
     assert_named(console.export_text())
-    path = tmp_path / "page.html"
-    inspect(compiled).to_html(path)
-    assert_named(html.unescape(path.read_text()))
+    inspect(compiled).to_html(tmp_path / "page.html")
+    assert_named(html.unescape((tmp_path / "page.html").read_text()))
     assert set(state(compiled).tensors) == {f"{name}:{kind}" for name in NAMES for kind in ("input", "weight", "grad_output")}
-
-
-def test_comparisons_suggestions_and_estimates_name_them():
     assert_named(str(diff(inspect(train(recipe="current")[0]), inspect(train(recipe="blockwise")[0]))))
-    found = suggest_rules(Chain(), lambda model: model(torch.randn(32, 64)).square().mean(), "current", 0.5)
-    assert_named(str(found))
+    assert_named(str(suggest_rules(Chain(), lambda m: m(torch.randn(32, 64)).square().mean(), "current", 0.5)))
     assert_named(str(estimate(Chain(), torch.randn(32, 64))))
 
 

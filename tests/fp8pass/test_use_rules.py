@@ -25,6 +25,11 @@ def batch(step):
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
 
 
+def formats(compiled):
+    """(module, role) -> whether it runs in FP8."""
+    return {(g.module, g.role): g.quantized for g in inspect(compiled).gemms}
+
+
 class Run:
     """A model in training: its optimizer has momentum, so that every step depends on all before."""
 
@@ -45,6 +50,18 @@ class Run:
             losses.append(loss.item())
         return losses
 
+    @property
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    @property
+    def quantized(self):
+        return formats(self.compiled)
+
+    def use(self, rules):
+        use_rules(self.compiled, rules)
+        return self
+
     def save(self):
         parts = (self.model.state_dict(), self.optimizer.state_dict(), state(self.compiled).state_dict(), self.step)
         file = io.BytesIO()
@@ -60,54 +77,31 @@ class Run:
         return self
 
 
-def weights(run):
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
-
-
-def formats(compiled):
-    return {(g.module, g.role): g.quantized for g in inspect(compiled).gemms}
+SWITCH = {"0.*": None, "1.up": "current"}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rules"),
-    [(DELAYED, {"0.*": None, "1.up": "current"}), ("current", OUTPUTS_STAY)],
-    ids=["delayed, modules", "current, outputs"],
-)
-def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, rules):
-    run = Run(recipe=recipe)
-    run.train(10)
-    use_rules(run.compiled, rules)
-    saved = run.save()
-    fresh = Run(make_model(1), recipe, rules=rules).resume(saved)
-    before = weights(run)
-    assert run.train(10) == fresh.train(10)
-    assert torch.equal(weights(run), weights(fresh))
-    unswitched = Run(make_model(1), recipe).resume(saved)
-    unswitched.train(10)
-    assert not torch.equal(weights(unswitched), weights(run)), "the rules matter"
-    assert not torch.equal(before, weights(run))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "other"),
+    ("recipe", "options", "rules"),
     [
-        ("rowwise", {"match": "vllm"}, Float8BlockScaling(use_f32_scales=True)),
-        (DELAYED, {"weight_copies": "cache"}, "current"),
+        (DELAYED, {}, SWITCH),
+        ("current", {}, OUTPUTS_STAY),
+        ("rowwise", {"match": "vllm"}, {"0.*": None, "1.up": Float8BlockScaling(use_f32_scales=True), "1.down": "rowwise"}),
+        (DELAYED, {"weight_copies": "cache"}, SWITCH),
     ],
-    ids=["match", "kept weights"],
+    ids=["delayed, modules", "current, outputs", "match", "kept weights"],
 )
-def test_a_switch_where_more_than_rules_decides(recipe, options, other):
+def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, options, rules):
     """Rules follow `match` as those of a fresh compilation do, and copies of weights are kept by the rules in force."""
-    rules = {"0.*": None, "1.up": other, "1.down": recipe}
     run = Run(recipe=recipe, **options)
-    run.train(3)
-    use_rules(run.compiled, rules)
-    saved = run.save()
+    run.train(5)
+    saved = run.use(rules).save()
     fresh = Run(make_model(1), recipe, rules=rules, **options).resume(saved)
-    assert run.train(3) == fresh.train(3)
-    assert torch.equal(weights(run), weights(fresh))
-    use_rules(run.compiled, None)
-    back = Run(make_model(1), recipe, **options).resume(run.save())
+    assert run.train(5) == fresh.train(5)
+    assert torch.equal(run.weights, fresh.weights)
+    unswitched = Run(make_model(1), recipe, **options).resume(saved)
+    unswitched.train(5)
+    assert not torch.equal(unswitched.weights, run.weights), "the rules matter"
+    back = Run(make_model(1), recipe, **options).resume(run.use(None).save())
     assert run.train(3) == back.train(3)
 
 
@@ -121,50 +115,31 @@ def test_rules_that_are_given_in_the_step_before_an_entry_of_the_schedule_are_no
         run.train(1)
         found.append({g.module for g in inspect(run.compiled).gemms if not g.quantized})
         if i == 0:
-            use_rules(run.compiled, given)
+            run.use(given)
         if step == "manual":
             state(run.compiled).step()
     assert found == [set(), {"1.up"}, {"1.up"}, {"0.up", "0.down", "1.up", "1.down"}]
 
 
-def test_a_recipe_that_no_engine_has_is_refused_in_mid_run():
-    run = Run(recipe="rowwise", match="vllm")
-    run.train(1)
-    with pytest.raises(RecipeError, match="match='vllm' with the recipe 'mxfp8'"):
-        use_rules(run.compiled, {"1.up": "mxfp8"})
-    run.train(1)
-    assert all(formats(run.compiled).values())
-
-
-def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on():
-    """At step 10 of 20, resumed at 5, at 10 and at 15."""
-    rules, schedule = {"1.down": None}, {10: OUTPUTS_STAY}
-    run = Run(rules=rules, schedule=schedule)
+@pytest.mark.parametrize("recipe", [DELAYED, "current"])
+def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on(recipe):
+    """At step 6 of 12, resumed at 3, at 6 and at 9. It counts steps of recipes without state, too."""
+    rules, schedule = {"1.down": None}, {6: OUTPUTS_STAY}
+    run = Run(recipe=recipe, rules=rules, schedule=schedule)
     saved, losses = {}, []
-    for step in range(20):
-        if step in (5, 10, 15):
+    for step in range(12):
+        if step in (3, 6, 9):
             saved[step] = run.save()
         losses += run.train(1)
-    by_hand = Run(rules=rules)
-    by_hand.train(10)
-    use_rules(by_hand.compiled, OUTPUTS_STAY)
-    by_hand.train(10)
-    assert torch.equal(weights(run), weights(by_hand))
-    for step in (5, 10, 15):
-        resumed = Run(make_model(1), rules=rules, schedule=schedule).resume(saved[step])
-        assert resumed.train(20 - step) == losses[step:]
-        assert torch.equal(weights(run), weights(resumed))
-
-
-def test_a_schedule_counts_steps_of_recipes_without_state():
-    run = Run(recipe="current", schedule={3: {"*": None}})
-    run.train(3)
-    assert all(formats(run.compiled).values())
-    saved = run.save()
-    run.train(1)
-    assert not any(formats(run.compiled).values())
-    resumed = Run(make_model(1), "current", schedule={3: {"*": None}}).resume(saved)
-    assert resumed.train(2) == Run(make_model(2), "current", rules={"*": None}).resume(saved).train(2)
+        assert run.quantized["0.up", "output"] == (step < 6)
+    by_hand = Run(recipe=recipe, rules=rules)
+    by_hand.train(6)
+    by_hand.use(OUTPUTS_STAY).train(6)
+    assert torch.equal(run.weights, by_hand.weights)
+    for step in saved:
+        resumed = Run(make_model(1), recipe, rules=rules, schedule=schedule).resume(saved[step])
+        assert resumed.train(12 - step) == losses[step:]
+        assert torch.equal(run.weights, resumed.weights)
 
 
 def test_switching_back_compiles_nothing_and_dynamo_never_again():
@@ -173,12 +148,12 @@ def test_switching_back_compiles_nothing_and_dynamo_never_again():
     counters.clear()
     states = [state(run.compiled).state_dict()]
     for _ in range(3):
-        use_rules(run.compiled, OUTPUTS_STAY)
+        run.use(OUTPUTS_STAY)
         run.train(2)
-        assert formats(run.compiled)["0.up", "output"] is False
-        use_rules(run.compiled, None)
+        assert run.quantized["0.up", "output"] is False
+        run.use(None)
         run.train(2)
-        assert formats(run.compiled)["0.up", "output"] is True
+        assert run.quantized["0.up", "output"] is True
     assert counters["stats"]["unique_graphs"] == 0, "Dynamo traced nothing"
     assert len(run.compiled._fp8pass_session.every_graph) == 2, "one graph per set of rules"
     assert state(run.compiled).tensors == [k.removesuffix(".scale") for k in states[0] if k.endswith(".scale")]
@@ -186,24 +161,23 @@ def test_switching_back_compiles_nothing_and_dynamo_never_again():
 
 def test_histories_of_what_leaves_fp8_are_kept():
     run = Run()
+    history = lambda name: state(run.compiled).amax_history(name)  # noqa: E731
     run.train(4)
     held = state(run.compiled).state_dict()
-    use_rules(run.compiled, {"0.*": None})
-    run.train(1)  # its beginning ends the step before
-    kept = state(run.compiled).amax_history("0.up:input")
+    run.use({"0.*": None}).train(1)  # its beginning ends the step before
+    kept = history("0.up:input")
     run.train(3)
-    assert torch.equal(state(run.compiled).amax_history("0.up:input"), kept)
-    assert not torch.equal(kept, held["0.up:input.amax_history"])
-    assert not torch.equal(state(run.compiled).amax_history("1.up:input"), held["1.up:input.amax_history"])
-    use_rules(run.compiled, {})
-    run.train(2)
-    assert not torch.equal(state(run.compiled).amax_history("0.up:input"), kept)
+    assert torch.equal(history("0.up:input"), kept)
+    for name in ("0.up:input", "1.up:input"):
+        assert not torch.equal(history(name), held[f"{name}.amax_history"])
+    run.use({}).train(2)
+    assert not torch.equal(history("0.up:input"), kept)
 
 
 def test_rules_may_bring_a_recipe_whose_histories_are_empty():
     run = Run(recipe="current")
     run.train(3)
-    use_rules(run.compiled, {"0.*": DELAYED})
+    run.use({"0.*": DELAYED})
     state(run.compiled).step()
     saved = run.save()
     fresh = Run(make_model(1), "current", rules={"0.*": DELAYED}).resume(saved)
@@ -214,45 +188,41 @@ def test_rules_may_bring_a_recipe_whose_histories_are_empty():
 
 def test_two_recipes_with_state_for_one_tensor():
     """The second one begins empty under a name of its own; back under the first, its history goes on."""
+    rules = {"0.up": DelayedScaling(amax_history_len=3)}
     run = Run()
     run.train(4)
-    use_rules(run.compiled, {"0.up": DelayedScaling(amax_history_len=3)})
-    run.train(2)
-    fp8 = state(run.compiled)
-    assert fp8.amax_history("0.up:input").shape == (8,)
-    assert fp8.amax_history("0.up:input@recipe1").shape == (3,)
+    run.use(rules).train(2)
+    assert [len(state(run.compiled).amax_history(f"0.up:input{of}")) for of in ("", "@recipe1")] == [8, 3]
     saved = run.save()
-    resumed = Run(make_model(1))
-    use_rules(resumed.compiled, {"0.up": DelayedScaling(amax_history_len=3)})
-    resumed.resume(saved)
+    resumed = Run(make_model(1)).use(rules).resume(saved)
     for either in (run, resumed):
         either.train(2)
-        use_rules(either.compiled, None)
-        either.train(2)
-    assert torch.equal(weights(run), weights(resumed))
+        either.use(None).train(2)
+    assert torch.equal(run.weights, resumed.weights)
 
 
 def test_it_takes_effect_at_the_next_step_boundary():
-    run = Run(step="manual")
-    run.compiled(batch(0)).sum().backward()
-    use_rules(run.compiled, OUTPUTS_STAY)
-    run.compiled(batch(1)).sum().backward()
-    assert formats(run.compiled)["0.up", "output"] is True, "the second batch of the same step"
-    awaited = "Other rules take effect at the next step boundary"
+    run, awaited = Run(step="manual"), "Other rules take effect at the next step boundary"
+
+    def is_quantized(step):
+        run.compiled(batch(step)).sum().backward()
+        return run.quantized["0.up", "output"]
+
+    assert is_quantized(0)
+    run.use(OUTPUTS_STAY)
+    assert is_quantized(1), "the second batch of the same step"
     assert awaited in str(inspect(run.compiled))
     state(run.compiled).step()
     assert awaited not in str(inspect(run.compiled))
-    run.compiled(batch(2)).sum().backward()
-    assert formats(run.compiled)["0.up", "output"] is False
+    assert not is_quantized(2)
     state(run.compiled).step()
-    use_rules(run.compiled, None)
-    run.compiled(batch(3)).sum().backward()
-    assert formats(run.compiled)["0.up", "output"] is True, "between two steps it is the boundary now"
+    run.use(None)
+    assert is_quantized(3), "between two steps it is the boundary now"
 
 
 def test_before_the_first_call():
     run, fresh = Run(), Run(rules=OUTPUTS_STAY)
-    use_rules(run.compiled, OUTPUTS_STAY)
+    run.use(OUTPUTS_STAY)
     assert run.train(3) == fresh.train(3)
     assert len(run.compiled._fp8pass_session.every_graph) == 1
 
@@ -297,11 +267,11 @@ def test_rules_that_one_graph_cannot_follow_change_nothing():
     model = BrokenLayers(3)  # the batch, before the first, has no gradient
     run = Run(model)
     run.train(2)
-    rules_before = run.compiled._fp8pass_session.rules
+    before = run.quantized
     with pytest.raises(RuleError, match=r"layers\.1\.up and layers\.2\.up share one compiled graph"):
-        use_rules(run.compiled, {"layers.1.up": None})
-    assert run.compiled._fp8pass_session.rules == rules_before
+        run.use({"layers.1.up": None})
     run.train(1)
+    assert run.quantized == before
     planned = Run(copy.deepcopy(model), schedule={1000: {"layers.1.up": None}})
     with pytest.raises(RuleError, match="share one compiled graph"):
         planned.train(1)  # at once, and not at step 1000
@@ -326,17 +296,21 @@ def test_a_malformed_schedule_is_refused_at_once(schedule, message):
 
 
 def test_bad_input_leaves_the_rules_as_they_were():
-    run = Run()
+    run = Run(recipe="rowwise", match="vllm")
     run.train(1)
-    with pytest.raises(RuleError, match="grad_weight"):
-        use_rules(run.compiled, {"*:wgrad": None})
-    with pytest.raises(NotCompiledError):
-        use_rules(run.model, {})
     parts = nn.ModuleDict({"a": ResidualMlp(), "b": ResidualMlp()})
     for part in parts.values():
         fp8_compile(part, backend="aot_eager", in_place=True)
-    with pytest.raises(OptionError, match=r"use_rules on each \(a, b\)"):
-        use_rules(parts, {})
+    for model, rules, error, message in (
+        (run.compiled, {"*:wgrad": None}, RuleError, "grad_weight"),
+        (run.compiled, {"1.up": "mxfp8"}, RecipeError, "match='vllm' with the recipe 'mxfp8'"),
+        (run.model, {}, NotCompiledError, "did not come from fp8_compile"),
+        (parts, {}, OptionError, r"use_rules on each \(a, b\)"),
+    ):
+        with pytest.raises(error, match=message):
+            use_rules(model, rules)
+    run.train(1)
+    assert all(run.quantized.values())
 
 
 def test_a_state_without_a_number_of_steps_does_not_fit_a_schedule():

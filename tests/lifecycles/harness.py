@@ -6,21 +6,17 @@ the same text runs with both.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import fp8pass
-from tests.lifecycles import reference
-
-STEPS = 10
-
-#: dB. Both multiply the same FP8 values in float32, in the same order, so what they compute is equal bit for bit.
-EQUAL = math.inf
+from tests.lifecycles import parts, reference
 
 RECIPES: dict[str, Any] = {
     "delayed": fp8pass.DelayedScaling(),
@@ -71,14 +67,11 @@ class Notes:
 class Product(Notes):
     """`fp8` of a program: the product."""
 
-    is_reference = False
-
-    def __init__(self, recipe: str, option: str = "") -> None:
+    def __init__(self, recipe, option=""):
         super().__init__({})
-        self.recipe, self.option = recipe, option
-        self.monitors: list[Any] = []
+        self.recipe, self.option, self.monitors = recipe, option, []
 
-    def compile(self, model: Any, **options: Any) -> Any:
+    def compile(self, model, **options):
         """`fp8_compile`."""
         given = {"backend": "aot_eager", "select": "all", **OPTIONS[self.option], **options}
         if self.option == "by name":
@@ -88,72 +81,63 @@ class Product(Notes):
             self.monitors.append(fp8pass.monitor(compiled, every=3))
         return compiled
 
-    def end_step(self, *compiled: Any) -> None:
+    def end_step(self, *compiled):
         """The end of a step, for manual steps."""
         for model in compiled if self.option == "manual" else ():
             fp8pass.state(model).step()
 
-    def save(self, compiled: Any) -> Any:
+    def save(self, compiled):
         """The state, as a user saves it."""
         return fp8pass.state(compiled).state_dict()
 
-    def load(self, compiled: Any, saved: Any) -> None:
+    def load(self, compiled, saved):
         """Continue from `save`."""
         fp8pass.state(compiled).load_state_dict(saved)
 
-    def forget(self, compiled: Any) -> None:
+    def forget(self, compiled):
         """Weights that were exchanged."""
         fp8pass.state(compiled).forget_weights()
 
-    def scales(self, compiled: Any) -> None:
+    def scales(self, compiled):
         """Note the scales of delayed scaling, which must be equal."""
         if reference.RECIPES[self.recipe].kind == "delayed":
             view = fp8pass.state(compiled)
-            for name in view.tensors:
-                self.note(**{f"scale {name}": view.scale(name)})
+            self.note(**{f"scale {name}": view.scale(name) for name in view.tensors})
 
 
 class Oracle(Notes):
-    """`fp8` of a program: the reference."""
+    """`fp8` of a program: the reference. Its methods do what those of `Product` do."""
 
-    is_reference = True
-
-    def __init__(self, recipe: str, option: str = "") -> None:
+    def __init__(self, recipe, option=""):
         super().__init__({})
         self.recipe, self.option = reference.RECIPES[recipe], option
 
-    def compile(self, model: Any, **options: Any) -> Any:
-        """The reference in the place of `fp8_compile`."""
+    def compile(self, model, **options):
         step = {"manual": "manual", "by name": "graphs"}.get(options.get("step", self.option), "auto")
         schedule = _SCHEDULE if self.option == "schedule" else None
         in_place = options.get("in_place", self.option == "in place") and isinstance(model, nn.Module)
         return reference.compile_reference(model, self.recipe, step=step, schedule=schedule, in_place=in_place)
 
-    def end_step(self, *compiled: Any) -> None:
-        """As above."""
+    def end_step(self, *compiled):
         for model in compiled if self.option == "manual" else ():
             reference.reference_of(model).state.end_step()
 
-    def save(self, compiled: Any) -> Any:
-        """As above."""
+    def save(self, compiled):
         return reference.reference_of(compiled).state.saved()
 
-    def load(self, compiled: Any, saved: Any) -> None:
-        """As above."""
+    def load(self, compiled, saved):
         reference.reference_of(compiled).state.load(saved)
 
-    def forget(self, compiled: Any) -> None:
-        """As above."""
+    def forget(self, compiled):
         histories = reference.reference_of(compiled).state.histories
         for name in [name for name in histories if name.endswith(":weight")]:
             del histories[name]
 
-    def scales(self, compiled: Any) -> None:
-        """As above. A tensor without a history has scale 1 to read."""
+    def scales(self, compiled):
+        """A tensor without a history has scale 1 to read."""
         if self.recipe.kind == "delayed":
-            state = reference.reference_of(compiled).state
-            for name, history in state.histories.items():
-                self.note(**{f"scale {name}": torch.tensor(1.0) if history.scale is None else history.scale})
+            for name, history in reference.reference_of(compiled).state.histories.items():
+                self.note(**{f"scale {name}": 1.0 if history.scale is None else history.scale})
 
 
 Program = Callable[[Any], None]
@@ -163,55 +147,42 @@ Program = Callable[[Any], None]
 class Entry:
     """A program of the table."""
 
+    name: str
     program: Program
     recipes: tuple[str, ...]
-    options: tuple[str, ...] = ("",)
+    options: tuple[str, ...]
     """Those that touch it, besides none."""
-    bound: float = EQUAL
-    why: str = ""
-    """Where results need not be equal, why."""
-    fault: str = ""
-    """A known fault, because of which the program differs under every recipe: its cases must fail until it is mended."""
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str]
     """Option -> the error that may end the program instead: with this option the user promises what the program does not do."""
-
-    @property
-    def name(self) -> str:
-        """The program's."""
-        return self.program.__name__
 
 
 TABLE: list[Entry] = []
 ALL_RECIPES = tuple(RECIPES)
 
 
+def enter(name: str, program: Program, recipes: Any = (), options: tuple[str, ...] = (), refused: Any = None) -> None:
+    """Enter a program into the table. Without recipes: one of each kind, by turns."""
+    turn = len(TABLE) % 4
+    TABLE.append(Entry(name, program, recipes or (ALL_RECIPES[turn], "current", ALL_RECIPES[5 + turn]), options, refused or {}))
+
+
 def program(**how: Any) -> Callable[[Program], Program]:
-    """Enter a program into the table; `how` are fields of `Entry`. Without recipes: one of each kind, by turns."""
-
-    def enter(function: Program) -> Program:
-        turn = len(TABLE) % 4
-        with_state, of_lines = ALL_RECIPES[turn], ALL_RECIPES[5 + turn]
-        recipes = how.pop("recipes", (with_state, "current", of_lines))
-        TABLE.append(Entry(function, recipes, ("", *how.pop("options", ())), **how))
-        return function
-
-    return enter
+    """Enter a function, by its name."""
+    return lambda function: enter(function.__name__, function, **how) or function
 
 
-def run(entry: Entry, recipe: str, option: str) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]:
-    """What the product and the reference found."""
-    found = []
-    for fp8 in (Oracle(recipe, option), Product(recipe, option)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with reference.without_checkpointing() if fp8.is_reference else contextlib.nullcontext():
-            entry.program(fp8)
-        found.append(fp8.found)
-    return found[1], found[0]
+def loop(name: str, make: Callable[[], nn.Module], recipes: Any = (), options: tuple[str, ...] = (), **how: Any) -> None:
+    """Enter `parts.train` of the model that `make` makes; `how` are its arguments."""
+    enter(name, functools.partial(_train, make, how), recipes, options)
 
 
-def differences(product: Mapping[str, Any], wanted: Mapping[str, Any], bound: float) -> list[str]:
-    """What differs, one line per name, with the first step where it does."""
+def _train(make: Callable[[], nn.Module], how: Mapping[str, Any], fp8: Any) -> None:
+    parts.train(fp8, make(), **how)
+
+
+def differences(product, wanted):
+    """One line per name that differs, with the first step where it does. Both multiply the same FP8 values in float32, in the
+    same order, so what they compute is equal bit for bit."""
     lines = []
     for name in sorted({*product, *wanted}):
         ours, theirs = product.get(name, []), wanted.get(name, [])
@@ -219,46 +190,45 @@ def differences(product: Mapping[str, Any], wanted: Mapping[str, Any], bound: fl
             lines.append(f"{name}: noted {len(ours)} times, {len(theirs)} by the reference")
             continue
         each = [decibels(a, b) for a, b in zip(ours, theirs, strict=True)]
-        low = [i for i, db in enumerate(each) if not db >= bound]
+        low = [i for i, db in enumerate(each) if db < math.inf]
         if low:
-            worst = min(each[i] if not math.isnan(each[i]) else -math.inf for i in low)
-            lines.append(f"{name}: {worst:.1f} dB at worst, first in note {low[0]} of {len(each)} ({each[low[0]]:.1f} dB)")
+            first, worst = low[0], min(each[i] for i in low)
+            lines.append(f"{name}: {worst:.1f} dB at worst, first in note {first} of {len(each)} ({each[first]:.1f} dB)")
     return lines
 
 
 def decibels(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The size of `wanted` above the difference from it; inf where they are equal."""
+    """The size of `wanted` above the difference from it; inf where they are equal, -inf where they are not comparable."""
+    x, wanted = x.double(), wanted.double()
     if x.shape != wanted.shape:
         return -math.inf
-    x, wanted = x.double(), wanted.double()
-    if torch.equal(x, wanted) or bool(((x == wanted) | (x.isnan() & wanted.isnan())).all()):
+    if bool(((x == wanted) | (x.isnan() & wanted.isnan())).all()):
         return math.inf
     noise, signal = (x - wanted).norm().item(), wanted.norm().item()
-    return 20 * math.log10(signal / noise) if signal and noise else (math.inf if not noise else -math.inf)
+    return 20 * math.log10(signal / noise) if signal > 0 and 0 < noise < math.inf else -math.inf
 
 
 def failures(entry: Entry, recipe: str, option: str) -> list[str]:
-    """What differs, or the error that ended the program, if that is not the right one."""
-    try:
-        with _quiet():
-            product, wanted = run(entry, recipe, option)
-    except Exception as error:
-        name = type(error).__name__
-        if name == entry.refused.get(option):
-            return []
-        raise
-    return differences(product, wanted, entry.bound) if wanted else ["the program noted nothing"]
+    """What differs between the product and the reference. An error that ends the program is raised, if it is not the right one.
+    The product's advice, and what torch says to these programs, is left out."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for fp8 in (Oracle(recipe, option), Product(recipe, option)):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            try:
+                with reference.without_checkpointing() if isinstance(fp8, Oracle) else contextlib.nullcontext():
+                    entry.program(fp8)
+            except Exception as error:
+                if type(error).__name__ == entry.refused.get(option):
+                    return []
+                raise
+            found.append(fp8.found)
+    return differences(found[1], found[0]) if found[0] else ["the program noted nothing"]
 
 
 def check(entry: Entry, recipe: str, option: str) -> None:
     """Raise AssertionError with what differs."""
     lines = failures(entry, recipe, option)
     assert not lines, f"{entry.name}, {recipe}, {option or 'defaults'}:\n" + "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the product's advice, and what torch says to these programs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -2,10 +2,6 @@
 
 Nothing here is imported from `fp8pass` or `lowering`: no cast, no scale, no history, no kept copy. A model runs eagerly, and a
 TorchFunctionMode replaces its linears by `_Linear`, so that a program reads the same with the product and with the reference.
-
-    compiled = Reference(model, RECIPES["delayed"])
-    compiled(x).sum().backward()
-    compiled.state.scales()
 """
 
 import contextlib
@@ -18,6 +14,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from tests.support import models
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
@@ -237,22 +235,14 @@ class State:
             newest = amax if self.recipe.most_recent else torch.stack(history.amaxes).max()
             history.scale = quotient(history.limit / 2**self.recipe.margin, newest).clamp(max=LARGEST)
 
-    def scales(self) -> dict[str, torch.Tensor]:
-        """Of the tensors that have one."""
-        return {name: h.scale for name, h in self.histories.items() if h.scale is not None}
-
     def saved(self) -> Any:
         """For `load`; a later step changes nothing in it."""
-        return (
-            {n: dataclasses.replace(h, amaxes=list(h.amaxes)) for n, h in self.histories.items()},
-            self.is_pending,
-            self.num_steps,
-        )
+        return {n: dataclasses.replace(h) for n, h in self.histories.items()}, self.is_pending, self.num_steps
 
     def load(self, saved: Any) -> None:
         """Continue from `saved`."""
         histories, self.is_pending, self.num_steps = saved
-        self.histories = {n: dataclasses.replace(h, amaxes=list(h.amaxes)) for n, h in histories.items()}
+        self.histories = {n: dataclasses.replace(h) for n, h in histories.items()}
 
 
 # -- a compiled model
@@ -395,7 +385,7 @@ def without_checkpointing() -> Iterator[None]:
     def run(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
         return function(*args, **{k: v for k, v in kwargs.items() if k not in ("context_fn", "preserve_rng_state")})
 
-    with mock.patch.object(torch.utils.checkpoint, "checkpoint", run):
+    with mock.patch.object(torch.utils.checkpoint, "checkpoint", run), mock.patch.object(models, "checkpoint", run):
         yield
 
 

@@ -1,35 +1,39 @@
-"""The standing net: programs as users write them against an independent reference, by turns here, all of them exhaustively."""
+"""The standing net: programs as users write them against an independent reference, by turns here, all of them exhaustively.
+
+A case is called program-recipe-option: `pytest tests/lifecycles/test_lifecycles.py -k hooks` runs the programs of hooks.
+"""
 
 import pytest
 
+from tests.lifecycles import programs as programs
 from tests.lifecycles.harness import OPTIONS, RECIPES, TABLE, check
-from tests.lifecycles.table import FILES, cases, name, turns
 
-FAST = turns()
-REST = [case for case in cases() if case not in FAST]
+# Each program under each of its recipes, and with each option that touches it under one of them, by turns.
+CASES = {
+    entry.name: [
+        *((entry, recipe, "") for recipe in entry.recipes),
+        *((entry, entry.recipes[(i + j) % len(entry.recipes)], option) for j, option in enumerate(entry.options)),
+    ]
+    for i, entry in enumerate(TABLE)
+}
+ALL = [case for own in CASES.values() for case in own]
+# One case of each program, another place in its list each time, and one of each option that is not among them.
+FAST = [own[i % len(own)] for i, own in enumerate(CASES.values())]
+FAST += [next(case for case in ALL if case[2] == option) for option in OPTIONS if option not in {case[2] for case in FAST}]
 
 
-def params(chosen, *marks):
-    return [pytest.param(*case, id=name(case), marks=(*marks, *known(case[0]))) for case in chosen]
+def rows(cases, *marks):
+    return [pytest.param(*case, id=f"{case[0].name}-{case[1]}-{case[2] or 'defaults'}", marks=marks) for case in cases]
 
 
-def known(entry):
-    return [pytest.mark.xfail(reason=entry.fault, strict=True)] if entry.fault else []
-
-
-@pytest.mark.parametrize(("entry", "recipe", "option"), [*params(FAST), *params(REST, pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("entry", "recipe", "option"), [*rows(FAST), *rows([case for case in ALL if case not in FAST], pytest.mark.exhaustive)]
+)
 def test_a_program_trains_as_with_fresh_copies_and_scales(entry, recipe, option):
     check(entry, recipe, option)
 
 
 def test_the_fast_cases_have_every_program_recipe_and_option():
-    assert {entry.name for entry, *_ in FAST} == {entry.name for entry in TABLE}
+    assert sorted({entry.name for entry, *_ in FAST}) == sorted(entry.name for entry in TABLE), "names are unique"
     assert {recipe for _, recipe, _ in FAST} == set(RECIPES)
     assert {option for *_, option in FAST} == set(OPTIONS)
-
-
-def test_every_file_of_programs_is_in_the_table():
-    assert {entry.program.__module__ for entry in TABLE} == {module.__name__ for module in FILES}
-    names = [entry.name for entry in TABLE]
-    assert sorted(names) == sorted(set(names))
-    assert all(set(entry.recipes) <= set(RECIPES) and set(entry.options) <= set(OPTIONS) for entry in TABLE)

@@ -1,184 +1,33 @@
-"""Situations that were right when they were looked for, one test each where no other file has one: they stay so.
+"""Situations that were right when they were looked for, and are no training loop: they stay so.
 
 Each is compared with the reference of this folder bit for bit, or with high precision where its GEMMs are to stay there.
 """
 
-import contextlib
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call, grad, jvp, stack_module_state, vjp, vmap
-from torch.nn.utils import prune
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.func import functional_call, stack_module_state, vmap
 
 from fp8pass import fp8_compile, inspect, state
-from tests.lifecycles.harness import RECIPES, decibels
+from tests.lifecycles.harness import RECIPES, Oracle, Product, decibels
 from tests.lifecycles.parts import HIDDEN, WIDTH, batch, loss_of, mlp, sgd
-from tests.lifecycles.reference import RECIPES as REFERENCES
-from tests.lifecycles.reference import compile_reference
+from tests.support.training import fp8, same
 from tests.tolerances import SQNR_MODEL_OUTPUT
 
-RECIPE = "short"
+
+def assert_close(found, expected):
+    """As close to high precision as one model in FP8."""
+    for x, wanted in zip(*((out,) if isinstance(out, torch.Tensor) else out for out in (found, expected)), strict=True):
+        assert x.dtype == wanted.dtype
+        assert decibels(x.detach(), wanted.detach()) > SQNR_MODEL_OUTPUT
 
 
-def both(make, recipe=RECIPE, **options):
-    """(compiled by the product, model) and (by the reference, model), of two models that are alike."""
-    torch._dynamo.reset()
-    models = make(), make()
-    ours = fp8_compile(models[0], RECIPES[recipe], backend="aot_eager", select="all", **options)
-    theirs = compile_reference(models[1], REFERENCES[recipe], step=options.get("step", "auto"), schedule=None, in_place=False)
-    return (ours, models[0]), (theirs, models[1])
-
-
-def assert_trains_alike(make, recipe=RECIPE, steps=4, width=WIDTH, loss=loss_of):
-    runs = []
-    for compiled, model in both(make, recipe):
-        optimizer, found = sgd(model), []
-        for step in range(steps):
-            x = batch(step, width=width)
-            optimizer.zero_grad()
-            loss(compiled(x), x).backward()
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        runs.append(found)
-    assert len(runs[0]) == len(runs[1])
-    assert all(a.equal(b) for a, b in zip(*runs, strict=True)), [decibels(a, b) for a, b in zip(*runs, strict=True)]
-
-
-# -- functional transforms, parametrizations
-
-
-class Inner(nn.Module):
-    """A gradient inside of the model's forward, of something that is no GEMM."""
-
-    def __init__(self, transform):
-        super().__init__()
-        self.net, self.transform = mlp(), transform
-
-    def forward(self, x):
-        return self.net(self.transform(x))
-
-
-def _by_grad(x):
-    return grad(lambda t: t.square().sum() / 2)(x)
-
-
-def _by_vjp(x):
-    out, pull = vjp(torch.sin, x)
-    return pull(torch.ones_like(out))[0]
-
-
-def _by_jvp(x):
-    return jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
-
-
-@pytest.mark.parametrize("transform", [_by_grad, _by_vjp, _by_jvp])
-def test_transforms_inside_the_model(transform):
-    assert_trains_alike(lambda: Inner(transform), steps=2)
-
-
-def test_an_ensemble_by_stacked_states():
-    models = [mlp(seed) for seed in range(2)]
-    weights, buffers = stack_module_state(models)
-    base = mlp().to("meta")
-
-    def ensemble(weights, x):
-        return vmap(lambda w: functional_call(base, (w, buffers), (x,)))(weights)
-
-    compiled = fp8_compile(ensemble, "current", backend="aot_eager", select="all")
-    x = batch(0)
-    out = compiled(weights, x)
-    for i, model in enumerate(models):
-        assert decibels(out[i].detach(), model(x).detach()) > SQNR_MODEL_OUTPUT
-
-
-@pytest.mark.parametrize("norm", ["spectral_norm", "orthogonal"])
-def test_parametrized_weights(norm):
-    def make():
-        model = mlp(3)
-        getattr(nn.utils.parametrizations, norm)(model[0])
-        return model
-
-    (ours, model), _ = both(make, "current")
-    x = batch(0)
-    out = ours(x)
-    out.sum().backward()
-    model.eval()
-    with torch.no_grad():
-        assert decibels(ours(x), model(x)) > SQNR_MODEL_OUTPUT
-
-
-def test_pruned_by_torch():
-    def make():
-        model = mlp(2)
-        prune.l1_unstructured(model[0], "weight", amount=0.5)
-        return model
-
-    assert_trains_alike(make, "current")
-
-
-class Hyper(nn.Module):
-    """One network makes the weights of another."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.code = nn.Parameter(torch.randn(WIDTH, 32))
-        self.maker = nn.Linear(32, WIDTH)
-
-    def forward(self, x):
-        return F.linear(x, self.maker(self.code))
-
-
-@pytest.mark.parametrize("recipe", ["short", "rowwise"])
-def test_a_hypernetwork(recipe):
-    assert_trains_alike(Hyper, recipe)
-
-
-# -- inputs and outputs
-
-
-def test_mutated_and_aliased_inputs():
-    def call(net, x, y):
-        x.add_(1)
-        return net(x) + y.flip(0), x.view(-1)
-
-    model = mlp()
-    compiled = fp8_compile(lambda x, y: call(model, x, y), "current", backend="aot_eager", select="all")
-    reference = compile_reference(
-        lambda x, y: call(model, x, y), REFERENCES["current"], step="auto", schedule=None, in_place=False
-    )
-    found = []
-    for function in (compiled, reference):
-        x = batch(0)
-        out, view = function(x, x)
-        assert x.equal(batch(0) + 1)
-        assert view.data_ptr() == x.data_ptr()
-        found.append(out.detach())
-    assert found[0].equal(found[1])
-
-
-@pytest.mark.parametrize("change", [lambda x: x.flip(-1), lambda x: x[:1].expand(32, -1), lambda x: x.t().contiguous().t()])
-def test_strides_of_inputs(change):
-    (ours, _), (theirs, _) = both(mlp, "current")
-    assert ours(change(batch(0))).equal(theirs(change(batch(0))))
-
-
-def test_rows_that_are_known_only_at_run_time():
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x, keep):
-            return self.net(x[keep.nonzero().squeeze(-1)])
-
-    (ours, _), (theirs, _) = both(Chosen, "current")
-    for count in (33, 64, 1):
-        keep = torch.arange(64) < count
-        assert decibels(ours(batch(0, rows=64), keep).detach(), theirs(batch(0, rows=64), keep).detach()) > 100
-    assert ours(batch(0, rows=64), torch.zeros(64, dtype=torch.bool)).shape == (0, WIDTH)
+# -- products and models in other words
 
 
 @pytest.mark.parametrize(
@@ -193,173 +42,252 @@ def test_rows_that_are_known_only_at_run_time():
 )
 def test_other_spellings_of_a_product(multiply):
     b, x, w = torch.randn(96), batch(0), torch.randn(96, WIDTH) * 0.1
-    compiled = fp8_compile(multiply, "current", backend="aot_eager", select="all")
-    assert decibels(compiled(b, x, w), multiply(b, x, w)) > SQNR_MODEL_OUTPUT
+    assert_close(fp8(multiply)(b, x, w), multiply(b, x, w))
 
 
-# -- control flow
+class Linears(nn.Module):
+    """Two linears, and a forward of them."""
 
-
-def test_conditions_stay_in_high_precision_and_are_right():
-    class Chooses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda t: self.left(t), lambda t: self.right(t), (x,))
-
-    torch.manual_seed(0)
-    model = Chooses()
-    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
-    with torch.no_grad():
-        for x in (batch(0).abs(), -batch(0).abs()):
-            assert decibels(compiled(x), model(x)) > SQNR_MODEL_OUTPUT
-
-
-class Cell(nn.Module):
-    """A recurrent cell, three times."""
-
-    def __init__(self):
+    def __init__(self, forward):
         super().__init__()
         torch.manual_seed(0)
-        self.into, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.run = forward
 
     def forward(self, x):
-        h = torch.zeros_like(x)
-        for _ in range(3):
-            h = torch.tanh(self.into(x) + self.again(h))
-        return h
+        return self.run(self, x)
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_a_recurrent_cell(recipe):
-    assert_trains_alike(Cell, recipe)
+def looped(m, x):
+    """`a` as often as the loop says, then `b`, which is not in it."""
+    weight, bias = m.a.weight, m.a.bias
+    body = lambda i, t: (i - 1, torch.tanh(t @ weight.T + bias))  # noqa: E731
+    return m.b(while_loop(lambda i, t: i > 0, body, (torch.tensor(3), x))[1])
 
 
-def test_a_fourier_layer():
-    class Fourier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
+def scanned(m, x):
+    def combine(carry, row):
+        new = torch.tanh(m.a(carry) + row)
+        return new, new.clone()
 
-        def forward(self, x):
-            return self.net(torch.fft.irfft(torch.fft.rfft(x) * 0.5, n=WIDTH))
-
-    assert_trains_alike(Fourier, "current", steps=2)
+    return m.b(scan(combine, torch.zeros(8, WIDTH), x.reshape(-1, 8, WIDTH))[1].reshape(-1, WIDTH))
 
 
-# -- training
+@pytest.mark.parametrize("forward", [looped, scanned])
+def test_bodies_of_loops_stay_in_high_precision_and_say_so(forward):
+    model = Linears(forward)
+    compiled = fp8(model)
+    with torch.no_grad():
+        for x in (batch(0).abs(), -batch(0).abs()):
+            assert_close(compiled(x), model(x))
+    gemms = inspect(compiled).gemms
+    assert {g.module for g in gemms if g.quantized} == {"b"}
+    assert {g.reason.partition(":")[0] for g in gemms if not g.quantized} == {"unsupported op"}
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
-@pytest.mark.parametrize("mode", ["anomaly", "deterministic"])
-def test_modes_of_autograd(mode):
-    torch.use_deterministic_algorithms(mode == "deterministic")
-    try:
-        with torch.autograd.detect_anomaly(check_nan=True) if mode == "anomaly" else contextlib.nullcontext():
-            assert_trains_alike(mlp, steps=2)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_an_interrupt_in_the_backward_leaves_a_model_that_trains():
-    (ours, model), (theirs, other) = both(mlp)
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    for compiled, own in ((ours, model), (theirs, other)):
-        out = compiled(batch(0))
-        out.register_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            out.sum().backward()
-        own.zero_grad()
-        for step in range(2):
-            loss_of(compiled(batch(step)), batch(step)).backward()
-    assert all(p.grad.equal(q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+def island(m, x):
+    """Without autocast."""
+    h = m.a(x)
+    with torch.autocast("cpu", enabled=False):
+        return m.b(h.float())
 
 
 def test_an_island_without_autocast():
-    class Island(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            h = self.first(x)
-            with torch.autocast("cpu", enabled=False):
-                return self.last(h.float())
-
-    torch.manual_seed(0)
-    model = Island()
-    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
+    model = Linears(island)
     with torch.autocast("cpu", torch.bfloat16):
-        out = compiled(batch(0))
-        assert out.dtype == torch.float32
-        assert decibels(out.detach(), model(batch(0)).detach()) > SQNR_MODEL_OUTPUT
+        assert_close(fp8(model)(batch(0)), model(batch(0)))
 
 
-def test_forced_weight_balance_as_in_edm2():
-    """Weights are normalized in each forward, and written back under no_grad."""
+@pytest.mark.parametrize("norm", ["spectral_norm", "orthogonal"])
+def test_parametrized_weights(norm):
+    model = mlp(3)
+    getattr(nn.utils.parametrizations, norm)(model[0])
+    compiled = fp8(model)
+    compiled(batch(0)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        assert_close(compiled(batch(0)), model(batch(0)))
 
-    class Normalized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH))
 
-        def forward(self, x):
-            if self.training:
-                with torch.no_grad():
-                    self.weight.copy_(F.normalize(self.weight, dim=1))
-            return F.linear(x, F.normalize(self.weight, dim=1))
-
-    assert_trains_alike(Normalized, "current", loss=lambda out, x: out.square().mean())
+def test_an_ensemble_by_stacked_states():
+    models = [mlp(seed) for seed in range(2)]
+    weights, buffers = stack_module_state(models)
+    base = mlp().to("meta")
+    compiled = fp8(lambda weights, x: vmap(lambda w: functional_call(base, (w, buffers), (x,)))(weights))
+    assert_close(compiled(weights, batch(0)).unbind(), [model(batch(0)) for model in models])
 
 
 def test_jagged_inputs():
     model = nn.Linear(WIDTH, WIDTH)
     nested = torch.nested.nested_tensor([batch(0, rows=3), batch(1, rows=7)], layout=torch.jagged)
-    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
-    out = compiled(nested)
-    for found, x in zip(out.unbind(), nested.unbind(), strict=True):
-        assert decibels(found.detach(), model(x).detach()) > SQNR_MODEL_OUTPUT
+    assert_close(fp8(model)(nested).unbind(), [model(x) for x in nested.unbind()])
+
+
+class Chosen(nn.Module):
+    """Rows that are known only at run time."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, keep):
+        return self.net(x[keep.nonzero().squeeze(-1)])
+
+
+def test_rows_that_are_known_only_at_run_time():
+    ours, theirs = (kind("current").compile(Chosen()) for kind in (Product, Oracle))
+    for count in (33, 64, 1):
+        keep = torch.arange(64) < count
+        assert decibels(ours(batch(0, rows=64), keep).detach(), theirs(batch(0, rows=64), keep).detach()) > 100
+    assert ours(batch(0, rows=64), torch.zeros(64, dtype=torch.bool)).shape == (0, WIDTH)
+
+
+# -- what is compiled or set around the model
+
+
+def whole_step(compiled):
+    def call(x):
+        loss = loss_of(compiled(x), x)
+        loss.backward()
+        return loss
+
+    return call
+
+
+def compiled_autograd(compiled):
+    def call(x):
+        loss = loss_of(compiled(x), x)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return loss
+
+    return call
+
+
+def whole_step_compiled(compiled):
+    """The compiled model is a graph break in it."""
+    return torch.compile(whole_step(compiled), backend="aot_eager")
+
+
+def trained(step_of, recipe, steps=4):
+    torch._dynamo.reset()
+    model = mlp()
+    compiled = fp8(model, RECIPES[recipe])
+    call, optimizer, losses = step_of(compiled), sgd(model), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(call(batch(step)).detach())
+        optimizer.step()
+    return losses, model.state_dict(), state(compiled).state_dict()
+
+
+@pytest.mark.parametrize("recipe", ["short", "current"])
+def test_steps_that_are_compiled_train_as_without(recipe):
+    expected = trained(whole_step, recipe)
+    assert same(trained(compiled_autograd, recipe), expected)
+    assert same(trained(whole_step_compiled, recipe), expected)
+
+
+def test_a_whole_step_compiles_while_another_model_has_released_parameters():
+    """Both models have Dynamo call back before it traces; it must not trace that itself, within the backward."""
+    released = fp8(mlp().requires_grad_(False), release_frozen=True)
+    released(batch(0))
+    assert any(r.reason is None for r in inspect(released).released.values())
+    assert all(loss.isfinite() for loss in trained(whole_step_compiled, "current")[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options", [{"mode": "reduce-overhead"}, {"options": {"max_autotune": True}}, {"freezing": True}], ids=str
+)
+def test_modes_of_inductor(options):
+    model = mlp()
+    expected = fp8_compile(copy.deepcopy(model), "current", select="all")
+    freezing = options == {"freezing": True}
+    with torch.no_grad():
+        want = expected(batch(0))
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(freezing=freezing):
+            compiled = fp8_compile(model, "current", select="all", **({} if freezing else options))
+            for _ in range(2):
+                assert decibels(compiled(batch(0)), want) > 60
+            for own in (model, expected._orig_mod):
+                own[0].weight.mul_(0.5)
+            if not freezing:  # which folds weights into the graph, as its users know
+                assert decibels(compiled(batch(0)), expected(batch(0))) > 60
+
+
+# -- weights of others
+
+
+class Int8(torch.Tensor):
+    """A weight in int8 with one scale, as torchao's are: it dequantizes itself in a linear."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, requires_grad=False)
+
+    def __init__(self, values, scale):
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self):
+        return ["values", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _, size, stride):
+        return cls(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        from torch.utils._python_dispatch import return_and_correct_aliasing
+
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default, torch.ops.aten.alias.default):
+            new = cls(func(args[0].values), args[0].scale)
+            return return_and_correct_aliasing(func, args, kwargs or {}, new)
+        plain = [a.values.float() * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_of_tensor_subclasses_are_left_to_their_project():
+    model = mlp()
+    weight = model[0].weight.detach()
+    scale = weight.abs().max() / 127
+    model[0].weight = nn.Parameter(Int8((weight / scale).round().to(torch.int8), scale), requires_grad=False)
+    plain, out = model(batch(0)), fp8(model)(batch(0))
+    assert_close(out, plain)
+    loss_of(out, batch(0)).backward()
+    assert model[2].weight.grad.shape == (WIDTH, HIDDEN)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.body, self.head = nn.Embedding(96, WIDTH), mlp(), nn.Linear(WIDTH, 96, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.tokens(tokens)))
 
 
 def test_a_vocabulary_that_grows():
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.tokens, self.body, self.head = nn.Embedding(96, WIDTH), mlp(), nn.Linear(WIDTH, 96, bias=False)
-
-        def forward(self, tokens):
-            return self.head(self.body(self.tokens(tokens)))
-
     model = Language()
     compiled = fp8_compile(model, RECIPES["short"], backend="aot_eager", rules={"head": RECIPES["short"]})
     for vocabulary in (96, 128):
-        if vocabulary > 96:
-            for module in (model.tokens, model.head):
-                wider = torch.randn(vocabulary, WIDTH) * 0.02
-                wider[:96] = module.weight.detach()
-                module.weight = nn.Parameter(wider)
-            model.tokens.num_embeddings = model.head.out_features = vocabulary
+        for module in (model.tokens, model.head) if vocabulary > 96 else ():
+            module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, 32), value=0.02))
+        model.tokens.num_embeddings = model.head.out_features = vocabulary
         for step in range(3):
             tokens = torch.randint(0, vocabulary, (4, 16), generator=torch.Generator().manual_seed(step))
             logits = compiled(tokens)
             assert logits.shape[-1] == vocabulary
-            assert decibels(logits.detach(), model(tokens).detach()) > SQNR_MODEL_OUTPUT
+            assert_close(logits, model(tokens))
             logits.square().mean().backward()
     assert "head:weight" in state(compiled).tensors
 
 
 def test_generation_between_steps_reads_the_new_weights():
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from tests.integrations.support import llama
 
-    assert transformers
     model = llama()
     fp8_compile(model, "current", backend="aot_eager", in_place=True)
     optimizer, tokens = sgd(model, lr=0.5), torch.arange(16)[None]
@@ -371,9 +299,3 @@ def test_generation_between_steps_reads_the_new_weights():
             again = model(input_ids=greedy).logits[:, 3:-1].argmax(-1)
         assert greedy.shape == (1, 8)
         assert (again == greedy[:, 4:]).float().mean() >= 0.75  # a cache holds what other batches were quantized with
-
-
-def test_all_of_it_is_said_to_run_in_fp8():
-    (ours, _), _ = both(mlp, "current")
-    ours(batch(0)).sum().backward()
-    assert all(g.quantized for g in inspect(ours).gemms)

@@ -59,9 +59,9 @@ class BrokenLayers(nn.Module):
 class ResidualMlp(nn.Module):
     """Two Linears around a ReLU, added to their input."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int = 64, hidden: int = 96, bias: bool = True) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.up, self.down = nn.Linear(dim, hidden, bias=bias), nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))

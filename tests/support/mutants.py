@@ -30,10 +30,10 @@ def _of(file: str, tests: str, *changes: tuple[str, str, str], survives: str = "
 _STATE = "fp8pass/test_state_edges.py fp8pass/test_stores.py fp8pass/test_state.py"
 _FIRST = "fp8pass/test_first_step.py fp8pass/test_state_edges.py"
 _RECOMPUTE = (
-    "fp8pass/test_recomputation.py fp8pass/test_activation_checkpointing.py lifecycles/test_lifecycles.py"
+    "fp8pass/test_recomputation.py lifecycles/test_lifecycles.py"
     " -k recomputation_or_twice_or_oldest_or_reentrant_checkpoint_or_hooks_around_blocks"
 )
-_KEPT = "fp8pass/test_kept_weights.py fp8pass/test_stale_weights.py -k never_out_of_date_or_boundary_or_frozen_or_instances"
+_KEPT = "fp8pass/test_kept_weights.py fp8pass/test_stale_weights.py -k never_out_of_date_or_boundary_or_frozen_or_seldom"
 _EXPORT = "fp8pass/export/test_export.py"
 
 MUTANTS: list[Mutant] = [
@@ -42,7 +42,7 @@ MUTANTS: list[Mutant] = [
         ("hooks take everything", "if _storage(tensor) in passed:", "if False:"),
         ("hooks see FP8", "tensor.view(torch.uint8) if is_fp8 else tensor", "tensor"),
         ("hooks take nothing", "value = user_pack(tensor.view(torch.uint8) if is_fp8 else tensor)", "return lambda: tensor")),
-    *_of("rewrite/apply.py", "fp8pass/test_activation_checkpointing.py -k budget",
+    *_of("rewrite/apply.py", "fp8pass/test_recomputation.py -k budget",
         ("GEMMs may be recomputed", "            never_recompute(out)\n", "            pass\n")),
     *_of("rewrite/apply.py", "fp8pass/test_apply.py -k gaps",
         ("rows cut from batches leave gaps", "has_gaps = cuts[1] or (cuts[0] and first > 0)", "has_gaps = cuts[1]")),
@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
         ("updates by hand are not seen", "(self._version is not None and version != self._version)", "False"),
         ("compiled optimizers are not seen", "optimizer is None or any(", "any("),
         ("a boundary counts on", "self.num_updates = self.num_forwards = 0", "pass")),
-    *_of("scales/store.py", "fp8pass/test_manual_steps.py -k exchanged",
+    *_of("scales/store.py", "lifecycles/test_lifecycles.py -k exchanged",
         ("forgotten weights keep their scales", "            self.scale[self.where(name)] = 1\n", ""),
         ("forgotten weights are not noted", "            self.started.discard(name)\n            self._note_emptied(name)\n",
          "            self.started.discard(name)\n"),

@@ -1,14 +1,15 @@
-"""A training step that tests share, and the comparison of its results with those of another model."""
+"""Training that tests share: steps, compiled models, and the comparison of results with those of another model."""
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8pass import fp8_compile
+from tests.support.models import mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
@@ -107,3 +108,47 @@ def assert_trains_as(
         found = step(compiled, model, *xs, loss=loss)
     assert_close(found, step(plain, plain, *xs, loss=loss), **bounds)
     return found
+
+
+# -- compiled models in training
+
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+"""The presets."""
+
+
+def fp8(model: Any, recipe: Any = "current", **options: Any) -> Any:
+    """`fp8_compile` without code generation, for every GEMM that can be: tests of numbers and state compile so."""
+    return fp8_compile(model, recipe, **{"backend": "aot_eager", "select": "all", **options})
+
+
+def fp8_mlp(recipe: Any = "delayed", seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:
+    """An MLP of 64, 96 and 64 features with the weights of a seed, and `fp8` of it."""
+    torch.manual_seed(seed)
+    model = mlp(64, 96, 64)
+    return model, fp8(model, recipe, **options)
+
+
+def train(call: Callable[..., torch.Tensor], *xs: torch.Tensor) -> list[torch.Tensor]:
+    """A forward and backward of a mean square for each input. Gradients add up. Returns the outputs."""
+    found = []
+    for x in xs:
+        out = call(x)
+        mean_square(out.float()).backward()
+        found.append(out.detach())
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients of a model, by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality, bit for bit, of tensors and of sequences and mappings of them. NaN equals NaN outside of tensors."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))
