@@ -80,7 +80,7 @@ def _version(package: str) -> str:
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table in plain text, as wide as it is: nothing is cut off. Numbers stand to the right."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
+    lines = [columns, *([text(row.get(column)) for column in columns] for row in rows)]
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     are_left = [any(isinstance(row.get(column), str) for row in rows) for column in columns]
     print(title)
@@ -89,7 +89,8 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         print(*(text.ljust(width) if is_left else text.rjust(width) for text, width, is_left in cells), sep="  ")
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value in a table: three digits of a number below 100, the whole ones of a larger one."""
     if value is None:
         return "-"
     return str(value) if not isinstance(value, float) else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -12,15 +12,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.common import record_of, show
+from benchmarks.common import record_of, show, text
 from benchmarks.part0.cases import ALONE, groups
 from benchmarks.part0.worker import SPOILT
 from benchmarks.processes import num_cores, share
@@ -39,99 +38,91 @@ _POLL_SECONDS = 0.1
 RESULT, LOG = "part0.jsonl", "part0-groups.log"
 
 
-@dataclasses.dataclass
-class _Group:
-    """A group that is being run."""
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """What all groups of a run have in common."""
 
-    name: str
-    file: pathlib.Path
-    log: pathlib.Path
+    out: pathlib.Path
     device: str
     case_limit: float
     environment: Mapping[str, str]
-    """The environment of its process, which shares the machine with the other groups."""
-    result: pathlib.Path
-    """Gets the row of each case when it is over: what ends this process leaves them."""
-    process: subprocess.Popen[bytes] | None = None
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    """Rows of its finished cases."""
-    running: Row | None = None
-    is_finished: bool = False
-    read: int = 0
-    """Bytes of the file that were read."""
-    since: float = 0.0
-    """When its process last wrote."""
+    """The environment of a process, which shares the machine with the other groups."""
+    rows: list[Row]
 
-    def start(self, first: int) -> None:
-        command = [sys.executable, *_WORKER]
-        with self.log.open("ab") as log:
-            self.process = processes.start(
-                [*command, self.name, self.device, str(first), str(self.file)], log, env=self.environment
-            )
-        self.running, self.since = None, time.monotonic()
-
-    def look(self) -> None:
-        """Read what has been written since the last time."""
-        if not self.file.exists():
-            return
-        text = self.file.read_bytes()[self.read :]
-        whole = text[: text.rfind(b"\n") + 1]
-        for row in map(json.loads, whole.splitlines()):
-            self.since = time.monotonic()
-            if row["status"] == "running":
-                self.running = row
-            elif row["status"] == "finished":
-                self.is_finished = True
-            else:
-                self.running = None
-                self._add(row)
-        self.read += len(whole)
-
-    def _add(self, row: Row) -> None:
+    def add(self, row: Row) -> None:
+        """Write the row of a case when it is over: what ends this process leaves it."""
         self.rows.append(row)
-        with self.result.open("a") as file:
+        with (self.out / RESULT).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def stop(self, status: str, why: str) -> None:
-        """End the process; the case that it was in has a row that says so."""
-        assert self.process is not None
-        processes.end(self.process)
-        self.look()
-        if self.running is not None or not self.is_finished:
-            running = self.running or {"group": self.name, "number": self.next, "case": f"case {self.next}, or before it"}
-            self._add({**running, "status": status, "failed": why})
-        self.running = self.process = None
 
-    @property
-    def next(self) -> int:
-        """The number of the case behind the last one that has a row."""
-        return max((row["number"] for row in self.rows), default=-1) + 1
+def _group(name: str, setting: _Setting) -> Generator[None, None, None]:
+    """Run the cases of a group, and yield while its process is at work. Closed before the end, it ends that process."""
+    stem = setting.out / f".{name.replace(' ', '-')}"
+    file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
+    for path in (file, log):
+        path.write_bytes(b"")
+    try:
+        first: int | None = 0
+        while first is not None:
+            first = yield from _process(name, first, file, log, setting)
+    finally:
+        with (setting.out / LOG).open("ab") as whole:
+            whole.write(f"---- {name}\n".encode() + log.read_bytes())
+        for path in (file, log):
+            path.unlink()
 
-    def step(self) -> bool:
-        """See to the process; whether the group is still being run."""
-        assert self.process is not None
-        status = self.process.poll()
-        self.look()
-        if status is None:
-            waited = time.monotonic() - self.since
-            if waited <= self.case_limit:
+
+def _process(
+    name: str, first: int, file: pathlib.Path, log: pathlib.Path, setting: _Setting
+) -> Generator[None, None, int | None]:
+    """Run a process of a group, from a case on; the case that another one has to go on with, or None."""
+    running: Row | None = None
+
+    def read() -> bool:
+        """Take what has been written since the last time; whether all cases are over."""
+        nonlocal running, first, at, since
+        text = file.read_bytes()[at:]
+        whole = text[: text.rfind(b"\n") + 1]
+        for row in map(json.loads, whole.splitlines()):
+            since = time.monotonic()
+            if row["status"] == "finished":
                 return True
-            return self._go_on("hung", f"nothing came for {waited:.0f} s")
-        if self.is_finished:
-            self.process = None
-            return False
-        if status == SPOILT and self.running is None:
-            self.start(self.next)
-            return True
-        return self._go_on("died", f"exit status {status}; {_last_line(self.log)}")
+            running = row if row["status"] == "running" else None
+            if running is None:
+                setting.add(row)
+                first = row["number"] + 1
+        at += len(whole)
+        return False
 
-    def _go_on(self, status: str, why: str) -> bool:
-        """Behind the case that a process did not survive; not where it did not come to one."""
-        came_to_one = self.running is not None
-        self.stop(status, why)
-        if came_to_one:
-            self.start(self.next)
-        return came_to_one
+    at, since = file.stat().st_size, time.monotonic()
+    command = [sys.executable, *_WORKER, name, setting.device, str(first), str(file)]
+    with log.open("ab") as output:
+        process = processes.start(command, output, env=setting.environment)
+    status, why = "hung", "the time of part 0 was over"
+    try:
+        while True:
+            exited = process.poll()
+            if read():
+                status = "finished"
+                return None
+            waited = time.monotonic() - since
+            if exited == SPOILT and running is None:
+                status = "finished"
+                return first
+            if exited is not None:
+                status, why = "died", f"exit status {exited}; {_last_line(log)}"
+            elif waited > setting.case_limit:
+                why = f"nothing came for {waited:.0f} s"
+            else:
+                yield
+                continue
+            return None if running is None else running["number"] + 1
+    finally:
+        processes.end(process)
+        if status != "finished" and not read():  # the case that it was in has a row that says so
+            case = running or {"group": name, "number": first, "case": f"case {first}, or before it"}
+            setting.add({**case, "status": status, "failed": why})
 
 
 def _last_line(path: pathlib.Path) -> str:
@@ -139,46 +130,27 @@ def _last_line(path: pathlib.Path) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-def _side_by_side(
-    names: Sequence[str], at_once: int, out: pathlib.Path, device: str, case_limit: float, end: float
-) -> list[Row]:
-    """The rows of these groups; so many of them run at the same time."""
+def _side_by_side(names: Sequence[str], at_once: int, end: float, setting: _Setting) -> None:
+    """Run these groups, so many of them at the same time."""
     waiting = list(names)
     # What the user sets takes precedence.
-    environment = share(max(1, min(at_once, len(waiting)))) | os.environ
-    running: list[_Group] = []
-    rows: list[Row] = []
+    setting = dataclasses.replace(setting, environment=share(max(1, min(at_once, len(waiting)))) | os.environ)
+    running: list[Generator[None, None, None]] = []
     try:
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < at_once:
-                stem = waiting[0].replace(" ", "-")
-                files = (out / f".{stem}.jsonl", out / f".{stem}.log")
-                group = _Group(waiting.pop(0), *files, device, case_limit, environment, out / RESULT)
-                for path in files:
-                    path.unlink(missing_ok=True)
-                group.start(0)
-                running.append(group)
-            for group in list(running):
-                if not group.step():
-                    running.remove(group)
-                    rows += _closed(group)
+                running.append(_group(waiting.pop(0), setting))
+            running = [group for group in running if next(group, _OVER) is not _OVER]
             time.sleep(_POLL_SECONDS)
     finally:
         for group in running:
-            group.stop("hung", "the time of part 0 was over")
-            rows += _closed(group)
+            group.close()
     for name in waiting:
-        rows.append({"group": name, "number": 0, "case": "all", "status": "not run", "failed": "the time of part 0 was over"})
-    return rows
+        setting.add({"group": name, "number": 0, "case": "all", "status": "not run", "failed": "the time of part 0 was over"})
 
 
-def _closed(group: _Group) -> list[Row]:
-    """Its rows. What it printed joins the log of all groups."""
-    with group.result.with_name(LOG).open("ab") as log:
-        log.write(f"---- {group.name}\n".encode() + group.log.read_bytes())
-    for path in (group.file, group.log):
-        path.unlink(missing_ok=True)
-    return group.rows
+#: Of a group that has ended.
+_OVER = object()
 
 
 def run(out: pathlib.Path, chosen: Sequence[str] = (), device: str = "cuda", limit: float | None = None) -> bool:
@@ -196,8 +168,10 @@ def run(out: pathlib.Path, chosen: Sequence[str] = (), device: str = "cuda", lim
     start = time.monotonic()
     end = start + (limits[0] if limit is None else limit)
     at_once = max(1, num_cores() - (0 if device == "cpu" else 1))
-    rows = _side_by_side([name for name in names if name == ALONE], 1, out, device, limits[1], end)
-    rows += _side_by_side([name for name in names if name != ALONE], at_once, out, device, limits[1], end)
+    rows: list[Row] = []
+    setting = _Setting(out, device, limits[1], {}, rows)
+    _side_by_side([name for name in names if name == ALONE], 1, end, setting)
+    _side_by_side([name for name in names if name != ALONE], at_once, end, setting)
     head["seconds"] = round(time.monotonic() - start, 1)
     lines = [json.dumps(row) for row in sorted(rows, key=lambda row: (names.index(row["group"]), row["number"]))]
     (out / RESULT).write_text("\n".join([json.dumps(head), *lines]) + "\n")
@@ -227,13 +201,7 @@ def _report(rows: list[Row], names: Sequence[str], out: pathlib.Path) -> None:
 
 def _figures(row: Row) -> str:
     figures = {key: value for key, value in row.items() if key not in ("group", "number", "case", "status", "seconds")}
-    return ", ".join(
-        f"{_text(value)} {key}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
-    )
-
-
-def _text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return ", ".join(f"{text(v)} {key}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items())
 
 
 def main() -> None:
