@@ -109,18 +109,6 @@ class Report:
         calls = r"\.item\(|\.tolist\(|\.cpu\(|\.to\(|\.copy_\(|_cpu\(|_local_scalar|nonzero|synchronize"
         return [line for line in body.splitlines() if re.search(calls, line) and not line.lstrip().startswith("#")]
 
-    @property
-    def elementwise_bytes(self) -> int:
-        return sum(k.num_bytes for k in self.elementwise)
-
-    def table(self) -> str:
-        """One line per kernel."""
-        megabytes = self.elementwise_bytes / 1e6
-        head = f"{self.name}: {len(self.elementwise)} kernels besides GEMMs, {megabytes:.1f} MB moved by them"
-        kinds = ("gemm" if k.is_gemm else "hand" if k.is_extern else "    " for k in self.kernels)
-        rows = (f"  {kind} {k.num_bytes / 1e6:10.2f} MB  {k.name}" for kind, k in zip(kinds, self.kernels, strict=True))
-        return "\n".join([head, *rows])
-
 
 @dataclasses.dataclass
 class Capture:

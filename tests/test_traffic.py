@@ -165,11 +165,6 @@ def test_scales_of_blocks_become_mxfp8s_in_one_launch_a_gemm():
     assert usual.megabytes < found.megabytes <= usual.megabytes + operands / 16 / 1e6
 
 
-@pytest.mark.parametrize("recipe", LAUNCHES)
-def test_no_wrapper_waits_for_the_gpu(recipe):
-    assert [r.host_waits for r in reports_of(recipe)] == [[], []]
-
-
 #: Of what other steps move.
 MEASURED_STEP = 1.3
 

@@ -9,6 +9,7 @@ from fp8pass import DelayedScaling, Format, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.distributed.models import loss_of, seeded, spread, train
 from tests.distributed.support import run_on_ranks
+from tests.support.cases import rest
 from tests.tolerances import RESHARDED_LOSS
 
 pytestmark = pytest.mark.dist
@@ -77,11 +78,18 @@ def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
     assert equal(before[0][1], before[1][1]) == recipe.reduce_amax
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "kind_after"), [("ddp", 1, "single"), ("fsdp", 4, "fsdp")])
-def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after):
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "kind_after", "num_ranks_after"),
+    [
+        ("ddp", 2, "single", 1),
+        ("fsdp", 2, "fsdp", 4),
+        *rest([("tp", 2, "single", 1), ("sp", 2, "single", 1), ("fsdp", 2, "fsdp", 1), ("fsdp+tp", 4, "fsdp", 2)]),
+    ],
+)
+def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after, num_ranks_after):
     recipe = DelayedScaling(amax_history_len=3)
-    ((losses, scales), _) = run_on_ranks(straight, 2, kind, recipe, str(tmp_path))
-    for again, scales_again in run_on_ranks(resumed, num_ranks, kind_after, recipe, str(tmp_path), False):
+    losses, scales = run_on_ranks(straight, num_ranks, kind, recipe, str(tmp_path))[0]
+    for again, scales_again in run_on_ranks(resumed, num_ranks_after, kind_after, recipe, str(tmp_path), False):
         assert losses == pytest.approx(again, rel=RESHARDED_LOSS)
         assert scales.keys() == scales_again.keys()
 

@@ -23,7 +23,6 @@ from fp8pass.runtime import ranks
 from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_checkpoint import resumed, straight
 from tests.support.models import mlp
 from tests.support.moe import Experts
 from tests.tolerances import RESHARDED_LOSS
@@ -265,21 +264,6 @@ def test_ranks_merge_equal_gathers_whether_or_not_they_pad():
             graph.call_function(c10d.wait_tensor.default, (gathered,))
         merge_equal_gathers(equal_gathers(graph))
         assert [n.target for n in graph.nodes].count(c10d.all_gather_into_tensor.default) == 1
-
-
-# -- resume on other ranks
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "num_ranks", "num_ranks_after", "kind_after"),
-    [("tp", 2, 1, "single"), ("sp", 2, 1, "single"), ("fsdp", 2, 1, "fsdp"), ("fsdp+tp", 4, 2, "fsdp")],
-)
-def test_resume_on_other_ranks(tmp_path, kind, num_ranks, num_ranks_after, kind_after):
-    losses, scales = run_on_ranks(straight, num_ranks, kind, DELAYED, str(tmp_path))[0]
-    for again, scales_again in run_on_ranks(resumed, num_ranks_after, kind_after, DELAYED, str(tmp_path), False):
-        assert losses == pytest.approx(again, rel=RESHARDED_LOSS)
-        assert scales.keys() == scales_again.keys()
 
 
 # -- experts, with an all-to-all around them
