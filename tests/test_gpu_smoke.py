@@ -13,7 +13,7 @@ import torch
 from benchmarks import processes
 from benchmarks.gemm_layer import Experts
 from benchmarks.part0 import operations, rates, recipes, run, samples, worker
-from benchmarks.part0.cases import ALONE, Case, SkipCase, groups, within
+from benchmarks.part0.cases import ALONE, groups, within
 from fp8pass import fp8_compile
 from fp8pass.recipes import PRESETS
 from lowering.formats import Granularity
@@ -55,14 +55,11 @@ def test_a_new_operation_without_a_sample_is_wrong(monkeypatch):
     assert "nothing is known of brand_new: add a sample to benchmarks/part0/samples.py" in row["failed"]
 
 
-def test_every_recipe_runs_end_to_end():
+def test_groups_are_operations_recipes_and_rates():
     assert set(recipes.NAMES) == set(PRESETS)
+    assert set(groups()) == {ALONE, *operations.families(), *(f"recipe {name}" for name in PRESETS)}
     for recipe in PRESETS:
         assert [case.name for case in groups()[f"recipe {recipe}"](CPU)] == ["Inductor", "CUDA graphs", "experts"]
-
-
-def test_groups_are_operations_recipes_and_rates():
-    assert set(groups()) == {ALONE, *operations.families(), *(f"recipe {name}" for name in PRESETS)}
 
 
 def test_what_is_measured():
@@ -218,6 +215,8 @@ def test_one_failure_costs_one_row(bad_cases, tmp_path, capsys):
     assert [row["status"] for row in rows if row["group"] == "good"] == ["right"]
     ((whole),) = [row for row in rows if row["group"] == "import"]
     assert (whole["status"], "ZeroDivisionError" in whole["failed"]) == ("died", True)
+    assert next(row for row in rows if row["case"] == "first")["note"] == 1
+    assert "in wrong" in next(row for row in rows if row["case"] == "wrong")["traceback"]
     failed = {row["case"]: row["failed"] for row in rows if row["group"] == "bad" and "failed" in row}
     assert failed["illegal"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert "exit status -11" in failed["segfault"]
@@ -294,20 +293,6 @@ def test_only_what_is_asked_for_runs(bad_cases, tmp_path):
     assert {row["group"] for row in rows} == {"good"}
     with pytest.raises(ValueError, match="no group 'better'; its groups are bad, good, import"):
         run.run(tmp_path, ("better",), device="cpu")
-
-
-def test_outcomes():
-    def skip():
-        raise SkipCase("why")
-
-    def fail():
-        raise ValueError("first\nsecond")
-
-    assert worker.outcome(Case("a", lambda: {"ms": 1.0}), CPU).items() >= {"status": "right", "ms": 1.0}.items()
-    assert worker.outcome(Case("b", skip), CPU).items() >= {"status": "skipped", "why": "why"}.items()
-    row = worker.outcome(Case("c", fail), CPU)
-    assert row.items() >= {"status": "raised", "failed": "ValueError: first | second"}.items()
-    assert "raise ValueError" in row["traceback"]
 
 
 # -- the dry run
