@@ -56,3 +56,9 @@ def assert_same_tensors(left, right):
     assert sorted(left) == sorted(right)
     different = [name for name, value in left.items() if not value.equal(right[name])]
     assert different == []
+
+
+def num_updates(model):
+    """How often the scales of a model that a callback has compiled were updated."""
+    (store,) = model._compiled_call_impl.session.stores
+    return store.version
