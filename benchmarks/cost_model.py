@@ -48,18 +48,6 @@ TORCHAO_TENSOR_WISE = {
     (32768,) * 3: 1.696376,
 }
 
-# Microseconds of square GEMMs on an H100, from the same message: size -> bfloat16, FP8 with fast accumulation, and without.
-TORCHAO_GEMMS = {
-    256: (4, 6, 6),
-    512: (5, 7, 7),
-    1024: (11, 10, 8),
-    2048: (28, 17, 20),
-    4096: (210, 82, 101),
-    8192: (1671, 680, 788),
-    16384: (15030, 6498, 6351),
-    32768: (103236, 48097, 49498),
-}
-
 # torchao's filter for tensor-wise scaling, drawn from that table, leaves a Linear in bfloat16 if K <= 4096 and N <= 1024 at any
 # M: https://github.com/pytorch/ao/blob/36027d82d/torchao/float8/float8_linear_utils.py (_auto_filter_for_tensorwise).
 FILTERED = {(k, n): k <= 4096 and n <= 1024 for k in SIZES for n in SIZES}
@@ -142,7 +130,6 @@ def expected_te_layer(recipe: str, device: Device) -> float:
 
 _NOTES = [
     "columns 4 to 6: expected / published",
-    "the H100's rates and GEMM latencies come from the square GEMMs, so their rows show the shape of the curve only",
     "torchao's rows: casts at bandwidths reported for Inductor's kernels on torchao's machine, which in row-wise scaling are"
     " far below the H100's own constants, those of hand-written casts (benchmarks/cost_model.py)",
 ]
@@ -165,27 +152,14 @@ def run(bench: Bench) -> Iterator[Row]:
     )
     for what, table, expected in tables:
         yield from bench.row(what, _row, what, table, expected)
-    for i, (kind, fast) in enumerate((("bf16", True), ("tensor_wise", True), ("tensor_wise", False))):
-        what = f"torchao square GEMMs, {kind}{'' if fast else ', accurate'}: seconds"
-        yield from bench.row(what, _square_gemms, what, i, kind, fast)
 
 
 def _row(what: str, table: dict[Any, float], expected: Callable[[Any], float]) -> Row:
     right, clear = agreement(table, expected)
-    ratios = [expected(cell) / speedup for cell, speedup in table.items()]
-    return {"what": what, "clear cells": clear, "same verdict": right} | _spread(ratios)
-
-
-def _square_gemms(what: str, column: int, kind: str, fast: bool) -> Row:
-    """Expected seconds over measured ones."""
-    seconds = {size: gemm_seconds(GemmShape(m=size, n=size, k=size), H100, kind, fast_accum=fast) for size in TORCHAO_GEMMS}
-    return {"what": what} | _spread([s / (1e-6 * TORCHAO_GEMMS[size][column]) for size, s in seconds.items() if s])
-
-
-def _spread(ratios: list[float]) -> dict[str, float]:
-    ratios = sorted(ratios)
+    ratios = sorted(expected(cell) / speedup for cell, speedup in table.items())
     at = (len(ratios) - 1) / 20
-    return {"5 %": ratios[round(at)], "median": statistics.median(ratios), "95 %": ratios[round(19 * at)]}
+    spread = {"5 %": ratios[round(at)], "median": statistics.median(ratios), "95 %": ratios[round(19 * at)]}
+    return {"what": what, "clear cells": clear, "same verdict": right} | spread
 
 
 if __name__ == "__main__":

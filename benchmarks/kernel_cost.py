@@ -1,13 +1,13 @@
 """The cost of every kernel on an H200, from its cubin: registers, occupancy, instructions, bytes in flight. Estimates; no GPU.
 
-    python -m benchmarks.kernel_cost --what casts generated gemms
+    python -m benchmarks.kernel_cost --what casts gemms
 
-casts: the hand-written ones in both formats, of bfloat16 matrices of 4096 x 4096. generated: what Inductor generates for the
-block of an 8B Llama under each recipe. `benchmarks.h100_model` explains their columns. gemms: a step along K of Triton's
-GEMMs, dense ones of 1x128 blocks and those of experts. Clocks are those of a program, whose warps share four schedulers and the
-tensor cores: "issue", of the loop's instructions; "tensor", of the tile's products; "L2", until the operands and factors are
-delivered. A loop that waits for its products ("waits") does nothing else meanwhile, unless another program on the same
-multiprocessor fills the gap. "share of the tensor cores" is what the slowest of these leaves of their rate.
+casts: the hand-written ones in both formats, of bfloat16 matrices of 4096 x 4096; `benchmarks.h100_model` explains the columns.
+gemms: a step along K of Triton's GEMMs, dense ones of 1x128 blocks and those of experts. Clocks are those of a program, whose
+warps share four schedulers and the tensor cores: "issue", of the loop's instructions; "tensor", of the tile's products; "L2",
+until the operands and factors are delivered. A loop that waits for its products ("waits") does nothing else meanwhile, unless
+another program on the same multiprocessor fills the gap. "share of the tensor cores" is what the slowest of these leaves of
+their rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from benchmarks import h100_model
 from benchmarks.catalogue import factors_of
 from benchmarks.catalogue import fp8 as empty_fp8
 from benchmarks.common import main
-from benchmarks.contestants import RECIPES, contestants
 from benchmarks.cross_codegen import Event, capture, compile_config, replay
 from benchmarks.cubin import Cubin, Instruction, dump, instructions_of, loops_of, read_cubin
 from benchmarks.isolation import Bench, Row
@@ -287,34 +286,6 @@ def generated_programs(event: Event) -> list[h100_model.Program]:
     return found
 
 
-def generated(bench: Bench) -> Iterator[Row]:
-    """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least.
-
-    "SASS / element" is per point of what a kernel iterates over: of a cast or of SwiGLU an element of the matrix, however many
-    matrices are read.
-    """
-    _begin(bench, "a plain copy")
-    shape = (256, 512, 4, 1, 1024) if bench.quick else (4096, 14336, 32, 2, 8192)
-    for recipe, compile_model in contestants(RECIPES, with_peers=False).items():
-        if bench.quick and recipe != "delayed":
-            continue
-        for event in bench(recipe, _events, shape, compile_model) or ():
-            if event.generated is not None and event.num_bytes >= 1e6:
-                yield from bench.row(f"{recipe} {event.name}", _generated_row, recipe, event)
-
-
-def _events(shape: tuple[int, ...], compile_model: Callable[[nn.Module], Any]) -> list[Event]:
-    return [event for model, x in block(*shape) for event in step(model, compile_model, x)]
-
-
-def _generated_row(recipe: str, event: Event) -> dict[str, Any]:
-    program = max(generated_programs(event), key=h100_model.share_of_copy)
-    points = math.prod(size for name, size in event.arguments.items() if name.endswith("numel"))
-    share = (program.load_bytes + program.store_bytes) / event.num_bytes
-    per_element = program.instructions * 32 * program.warps / (points * share)
-    return _row(f"{recipe} {event.name}", program) | {"SASS / element": per_element}
-
-
 def _hand_written_row(name: str, bench: Bench) -> Row:
     kernel = cost_of(name)
     for kind, is_moved in kernel.moves_the_tile().items():
@@ -426,7 +397,7 @@ def gemms(bench: Bench) -> Iterator[Row]:
         yield from bench.row(name, _gemm_row, name, bench)
 
 
-PARTS = {"casts": casts, "generated": generated, "gemms": gemms}
+PARTS = {"casts": casts, "gemms": gemms}
 
 if __name__ == "__main__":
     main("kernel_cost", PARTS)

@@ -20,9 +20,8 @@ from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from benchmarks.timing import Timing, in_turns
 
-#: dim, ffn, heads, heads of keys and values of one block. Llama-3.2-1B's and Llama-3-8B's (their config.json); "wide": every
-#: head has keys and values of its own, which is 12 % more arithmetic in the linears.
-BLOCKS = {"1B": (2048, 8192, 32, 8), "8B": (4096, 14336, 32, 8), "8B-wide": (4096, 14336, 32, 32), "tiny": (256, 512, 4, 2)}
+#: dim, ffn, heads, heads of keys and values of one block. Llama-3.2-1B's and Llama-3-8B's (their config.json).
+BLOCKS = {"1B": (2048, 8192, 32, 8), "8B": (4096, 14336, 32, 8), "tiny": (256, 512, 4, 2)}
 _TOKENS = (4096, 8192, 16384, 32768)
 RECIPES = ("delayed", "current", "blockwise", "rowwise")
 #: dB. Noise of seven GEMMs, the gradients' operands in E5M2 (tests/tolerances.py).
