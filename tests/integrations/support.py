@@ -36,10 +36,10 @@ def trainer_of(folder, model, data=None, recipe=None, cls=None, args=None, **opt
 
     from fp8pass.integrations.transformers import Fp8Callback
 
+    usual = {"save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3}
     given = (args or transformers.TrainingArguments)(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
-        per_device_train_batch_size=4, **{"max_steps": 4, "learning_rate": 1e-3, **options},
-    )  # fmt: skip
+        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **{**usual, **options}
+    )
     data = token_data() if data is None else data
     callbacks = [] if recipe is None else [Fp8Callback(recipe, backend="aot_eager", print_table=False)]
     trained = {"model" if isinstance(model, torch.nn.Module) else "model_init": model}

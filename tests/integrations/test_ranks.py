@@ -9,6 +9,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from tests.distributed.support import run_on_ranks
+from tests.integrations.support import assert_same_tensors
 
 pytestmark = pytest.mark.dist
 
@@ -17,36 +18,23 @@ def train(rank, folder, resume=None, by_name=False):
     """The weights, the FP8 state and the quantized modules after six steps, or after three from a checkpoint."""
     from accelerate.state import AcceleratorState
     from torch.nn.parallel import DistributedDataParallel
-    from transformers import Trainer, TrainingArguments
 
     from fp8pass import DelayedScaling, inspect, state
-    from fp8pass.integrations.transformers import Fp8Callback
     from fp8pass.runtime import named_backend as named
-    from tests.integrations.support import llama, token_data
+    from tests.integrations.support import llama, trainer_of
     from tests.support.backend import register_backend
 
     AcceleratorState._reset_state()
     recipe, model = DelayedScaling(amax_history_len=4), llama()
-    options, callbacks = {}, [Fp8Callback(recipe, backend="aot_eager")]
+    options = {"ddp_backend": "gloo", "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     if by_name:
         register_backend()
         named.prepare(model, recipe=recipe, backend="aot_eager")
         import fp8pass.integrations.accelerate  # noqa: F401
 
-        options, callbacks = {"torch_compile_backend": "fp8pass"}, []
-    args = TrainingArguments(
-        output_dir=str(folder),
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        ddp_backend="gloo",
-        max_steps=6,
-        save_steps=3,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=2,
-        **options,
-    )
-    trainer = Trainer(model, args, train_dataset=token_data(), callbacks=callbacks)
+        options["torch_compile_backend"] = "fp8pass"
+    trainer = trainer_of(folder, model, recipe=None if by_name else recipe, **options)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     compiled = trainer.model_wrapped if by_name else model
     assert isinstance(compiled._orig_mod if by_name else trainer.model_wrapped, DistributedDataParallel)
@@ -65,20 +53,15 @@ def train_all(rank, folder):
     return whole, rest, train(rank, folder / "named", by_name=True)
 
 
-def assert_equal(left, right):
-    assert sorted(left) == sorted(right)
-    assert [name for name in left if not left[name].equal(right[name])] == []
-
-
 def test_two_ranks_agree_and_resume_bit_for_bit(tmp_path):
     (whole, rest, named), other = run_on_ranks(train_all, 2, tmp_path, fresh=True)
     for mine, theirs in zip((whole, rest, named), other, strict=True):
-        assert_equal(mine[0], theirs[0])
-        assert_equal(mine[1], theirs[1])
+        assert_same_tensors(mine[0], theirs[0])
+        assert_same_tensors(mine[1], theirs[1])
         assert len(mine[2]) == 7
         assert all(module.startswith("model.layers.0.") for module in mine[2])
-    assert_equal(rest[0], whole[0])
-    assert_equal(rest[1], whole[1])
+    assert_same_tensors(rest[0], whole[0])
+    assert_same_tensors(rest[1], whole[1])
     assert sorted(name.partition(".amax")[0] for name in named[1]) == sorted(name.partition(".amax")[0] for name in whole[1])
 
 
@@ -112,8 +95,8 @@ def test_lightning_on_two_ranks(tmp_path):
     pytest.importorskip("lightning")
     (whole, rest), other = run_on_ranks(fit, 2, tmp_path, fresh=True)
     for mine, theirs in zip((whole, rest), other, strict=True):
-        assert_equal(mine[0], theirs[0])
-        assert_equal(mine[1], theirs[1])
+        assert_same_tensors(mine[0], theirs[0])
+        assert_same_tensors(mine[1], theirs[1])
         assert mine[2] == {"model.up", "model.down"}, "not the head"
-    assert_equal(rest[0], whole[0])
-    assert_equal(rest[1], whole[1])
+    assert_same_tensors(rest[0], whole[0])
+    assert_same_tensors(rest[1], whole[1])
