@@ -116,6 +116,17 @@ class Library:
             start += k
 
 
+def require_trial(trial, given, stand, passes):
+    """The first call of a kind tries what stands in for a library, the next does not, and random numbers stay."""
+    before, calls = torch.get_rng_state(), stand.calls
+    assert trial.is_passed(given) == passes
+    assert stand.calls > calls, "each kind is tried"
+    calls = stand.calls
+    trial.is_passed(given)
+    assert stand.calls == calls, "once"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def reversed_scales(scale):
     """A wrong order."""
     return scale.flip(0)

@@ -11,7 +11,7 @@ from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.trials import libraries_of
-from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
+from tests.lowering.deep_gemm_stand_in import Library, require_trial, reversed_scales
 
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 
@@ -91,12 +91,7 @@ def test_a_package_that_cannot_be_loaded_is_not_used(monkeypatch, caplog):
 @pytest.mark.parametrize("spoil", [None, reversed_scales])
 def test_it_is_trusted_after_a_trial(spoil, monkeypatch, caplog):
     library = install(monkeypatch, Library() if spoil is None else Library(spoil))
-    given = asked(k=256)
-    assert deep_gemm.trial.is_passed(given) == (spoil is None)
-    calls = library.calls
-    assert calls > 0
-    deep_gemm.trial.is_passed(given)
-    assert library.calls == calls, "once"
+    require_trial(deep_gemm.trial, asked(k=256), library, spoil is None)
     assert ("torch's or Triton's is: its relative error" in caplog.text) == (spoil is not None)
 
 

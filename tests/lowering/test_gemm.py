@@ -19,13 +19,15 @@ SHAPES = [(32, 64, 48), (33, 50, 17), (1, 130, 16), (7, 16, 5), (0, 32, 16), (16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def operands(m: int, k: int, n: int, dtypes=(E5M2, E4M3), device: str = "cpu"):
+def operands(m: int, k: int, n: int, dtypes=(E5M2, E4M3), device: str = "cpu", by_lines: bool = False):
     a, b = torch.randn(m, k, device=device).to(dtypes[0]), torch.randn(n, k, device=device).to(dtypes[1]).t()
+    if by_lines:
+        return a, b, torch.rand(m, 1, device=device) + 0.1, torch.rand(n, 1, device=device) + 0.1
     return a, b, torch.tensor(0.3, device=device), torch.tensor(1.7, device=device)
 
 
 def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
-    out = (a.double() @ b.double()) * scale_inv_a.double() * scale_inv_b.double()
+    out = (a.double() * scale_inv_a.double()) @ (b.double() * scale_inv_b.double().reshape(1, -1))
     return out if bias is None else out + bias.double()
 
 
@@ -117,12 +119,12 @@ def test_two_e5m2_operands_are_refused():
 @pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("fast_accum", [False, True])
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-def test_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum, dtypes):
-    from lowering import tensor_cores as gemm
-
-    arguments = operands(*shape, dtypes, "cuda")
+@pytest.mark.parametrize("by_lines", [False, True])
+def test_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum, dtypes, by_lines):
+    arguments = operands(*shape, dtypes, "cuda", by_lines)
     bias = None if bias_dtype is None else torch.randn(shape[2], device="cuda").to(bias_dtype)
-    out = gemm.scaled_mm(*arguments, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    multiply = torch.ops.lowering.scaled_mm_rowwise if by_lines else torch.ops.lowering.scaled_mm
+    out = multiply(*arguments, bias, out_dtype=out_dtype, fast_accum=fast_accum)
     assert out.dtype == out_dtype
     assert out.shape == (shape[0], shape[2])
     bounds = FAST_SCALED_MM if fast_accum else SCALED_MM

@@ -12,7 +12,7 @@ from lowering.grouped import cutlass, deep_gemm, gemm, reference
 from lowering.grouped.reference import GroupedGemm, padded_width
 from lowering.scaling import scale_shape
 from lowering.trials import libraries_of
-from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
+from tests.lowering.deep_gemm_stand_in import Library, require_trial, reversed_scales
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 GROUPS = 3
@@ -128,12 +128,8 @@ def test_releases_that_lack_something_are_refused(monkeypatch):
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_it_is_trusted_after_a_trial(name, spoil, library, monkeypatch, caplog):
     library = install(monkeypatch, Library() if spoil is None else Library(spoil))
-    given, before = ACCEPTED[name](), torch.get_rng_state()
-    assert deep_gemm.trial.is_passed(given) == (spoil is None)
+    require_trial(deep_gemm.trial, ACCEPTED[name](), library, spoil is None)
     assert library.calls == 1
-    deep_gemm.trial.is_passed(given)
-    assert library.calls == 1, "once"
-    assert torch.equal(torch.get_rng_state(), before)
     assert ("DeepGEMM's grouped GEMM is not used for" in caplog.text) == (spoil is not None)
 
 

@@ -38,6 +38,13 @@ def shape_of_scale(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def defined(reference=scale, **options):
+    """With a fake."""
+    operation = define(reference, **options)
+    operation.fake(shape_of_scale)
+    return operation
+
+
 def test_the_schema_is_the_references_signature():
     schema = str(define(scale).overload._schema)
     assert schema.endswith("(Tensor x, float factor=2., *, int offset=0, Tensor? bias=None) -> Tensor")
@@ -46,8 +53,7 @@ def test_the_schema_is_the_references_signature():
 
 
 def test_a_call_computes_what_the_reference_computes():
-    operation, x = define(scale), torch.randn(3)
-    operation.fake(shape_of_scale)
+    operation, x = defined(), torch.randn(3)
     for arguments, options in (((x,), {}), ((x, 3.0), {"offset": 2}), ((x,), {"bias": torch.ones(3)})):
         assert torch.equal(operation(*arguments, **options), scale(*arguments, **options))
     torch.library.opcheck(operation.overload, (x, 3.0), {"bias": torch.ones(3)})
@@ -65,8 +71,7 @@ def test_a_call_checks_its_arguments_once():
         if factor == 0.0:
             raise ValueError("factor is 0.0; use another one")
 
-    operation = define(scale, checks=[check])
-    operation.fake(shape_of_scale)
+    operation = defined(checks=[check])
     operation(torch.ones(2), 3.0)
     operation.overload(torch.ones(2), 4.0)
     assert checked == [3.0, 4.0]
@@ -117,19 +122,18 @@ def test_a_misspelt_fake_raises():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "parameters",
     [
-        lambda x: x,
-        lambda x, factor=2.0, offset=0, bias=None: x,
-        lambda x, factor=2.0, *, bias=None, offset=0: x,
-        lambda x, factor=3.0, *, offset=0, bias=None: x,
-        lambda x, factor=2.0, *, offset=0, bias: x,
-        lambda x, scale=2.0, *, offset=0, bias=None: x,
+        "x",
+        "x, factor=2.0, offset=0, bias=None",
+        "x, factor=2.0, *, bias=None, offset=0",
+        "x, factor=3.0, *, offset=0, bias=None",
+        "x, factor=2.0, *, offset=0, bias",
+        "x, scale=2.0, *, offset=0, bias=None",
     ],
-    ids=["fewer", "positional", "order", "default", "no default", "name"],
 )
-def test_a_provider_of_another_signature_raises(wrong, monkeypatch):
-    operation = define(scale)
+def test_a_provider_of_another_signature_raises(parameters, monkeypatch):
+    operation, wrong = define(scale), eval(f"lambda {parameters}: x")
     message = r"a provider of .* needs the parameters of its reference, \(x: torch.Tensor, factor: float = 2.0, \*"
     with pytest.raises(TypeError, match=message):
         operation.provider(lambda device: True)(wrong)
@@ -147,8 +151,7 @@ def module_of(name, function):
 
 
 def test_the_first_provider_that_takes_the_device_computes(monkeypatch):
-    operation = define(scale)
-    operation.fake(shape_of_scale)
+    operation = defined()
     asked = []
 
     @operation.provider(lambda device: bool(asked.append(device)))
@@ -166,8 +169,7 @@ def test_the_first_provider_that_takes_the_device_computes(monkeypatch):
 
 
 def test_a_lazy_provider_is_imported_when_it_is_needed(monkeypatch):
-    operation = define(scale)
-    operation.fake(shape_of_scale)
+    operation = defined()
     with pytest.raises(ModuleNotFoundError, match="operation_test_nothing, which is to provide op"):
         operation.lazy_provider(lambda device: True, "operation_test_nothing")
     module = module_of(operation.name, lambda x, factor=2.0, *, offset=0, bias=None: x + 1)
@@ -189,8 +191,7 @@ def check_factor(factor: float) -> None:
 
 
 def test_checks_run_before_the_computation_but_not_in_tracing():
-    operation = define(scale, checks=[check_factor])
-    operation.fake(shape_of_scale)
+    operation = defined(checks=[check_factor])
     assert operation(torch.ones(1)).item() == 2.0
     for function in (operation, operation.overload):
         with pytest.raises(ValueError, match="factor is -1"):
@@ -198,6 +199,8 @@ def test_checks_run_before_the_computation_but_not_in_tracing():
     assert operation.overload(torch.ones(3, device="meta"), -1.0).shape == (3,)
     with pytest.raises(TypeError, match=r"the check check_factor of .* requests factor"):
         define(raise_to, mutates=["total"], checks=[check_factor])
+    with pytest.raises(TypeError, match=r"`indexed` of .* requests scale; its arguments are x, weight, offset"):
+        define(weighted, indexed=["scale"])
 
 
 def test_the_device_is_that_of_the_first_tensor():
@@ -212,8 +215,7 @@ def test_members_of_an_enum_travel_as_values():
     def name_length(x: torch.Tensor, *, granularity: str) -> torch.Tensor:
         return x + len(granularity) if type(granularity) is str else x
 
-    operation = define(name_length)
-    operation.fake(shape_of_scale)
+    operation = defined(name_length)
 
     def call(x):
         return operation(x, granularity=Granularity.ROW_WISE)
@@ -252,8 +254,7 @@ def total(parts: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def test_an_indexed_argument_is_a_scalar_or_a_vector_with_a_position():
-    made = define(weighted, indexed=["weight"])
-    made.fake(lambda x: torch.empty_like(x))
+    made = defined(weighted, indexed=["weight"])
     assert str(made.overload._schema).endswith("(Tensor x, Tensor weight, *, int offset=0, int? weight_index=None) -> Tensor")
     x, weights = torch.randn(3), torch.tensor([2.0, 5.0])
     for call in (made, made.overload):
@@ -277,18 +278,12 @@ def test_an_indexed_list_may_mix_scalars_and_elements():
         made.overload([vector, scalar], out, parts_index=[1])
 
 
-def test_what_is_indexed_must_be_an_argument():
-    with pytest.raises(TypeError, match=r"`indexed` of .* requests scale; its arguments are x, weight, offset"):
-        define(weighted, indexed=["scale"])
-
-
 def test_checks_see_the_element():
     seen = []
 
     def check(weight: torch.Tensor) -> None:
         seen.append(tuple(weight.shape))
 
-    made = define(weighted, indexed=["weight"], checks=[check])
-    made.fake(lambda x: torch.empty_like(x))
+    made = defined(weighted, indexed=["weight"], checks=[check])
     made.overload(torch.ones(2), torch.ones(4), weight_index=3)
     assert seen == [()]

@@ -1,12 +1,11 @@
 """The models whose rewritten graphs are compared between versions: real ones and small ones, each with what it shows.
 
 A case runs a model under one recipe and returns what `fp8_compile` returned, or None if the recipe has no such case. Only the
-public API is used, by either of two names where a name has changed, so that any two versions of the package can be compared.
+public API is used, so that versions of the package can be compared.
 """
 
 import copy
 import dataclasses
-import inspect as python_inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from fp8pass import (
     Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
-    api,
     fp8_compile,
     monitor,
 )
@@ -45,11 +43,7 @@ def _call(compiled: Any, inputs: Any, trains: bool, select: Callable[[Any], torc
 
 
 def _compile(model: Any, recipe: Any, **options: Any) -> Any:
-    """`fp8_compile` without the heuristics that later versions added to the choice of GEMMs and the first step."""
-    known = python_inspect.signature(fp8_compile).parameters
-    if "select" in known:
-        options = {"select": "all", **options}
-    return fp8_compile(model, recipe, backend="aot_eager", **options)
+    return fp8_compile(model, recipe, backend="aot_eager", **{"select": "all", **options})
 
 
 def _zoo(name: str, **options: Any) -> Run:
@@ -221,12 +215,6 @@ def _fsdp(recipe_of_model: Callable[[], nn.Module], *shape: int, **options: Any)
     return run
 
 
-def _copies(choice: str) -> str:
-    """`weight_copies` by either of its names."""
-    words = {"save": "saved", "recompute": "remade"}
-    return choice if "recompute" in python_inspect.getsource(api) else words[choice]
-
-
 def cases() -> dict[str, Run]:
     """Every model that is dumped."""
     odd = nn.Sequential(nn.Linear(50, 37), nn.GELU(), nn.Linear(37, 50))
@@ -234,8 +222,8 @@ def cases() -> dict[str, Run]:
     found = {f"zoo-{name}": _zoo(name) for name in (*TORCH, *TRANSFORMERS, *MIXTURES)}
     found |= {
         "llama-bf16": _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16),
-        "llama-save": _own(LlamaBlock, 2, 64, 128, weight_copies=_copies("save")),
-        "llama-recompute": _own(LlamaBlock, 2, 64, 128, weight_copies=_copies("recompute")),
+        "llama-save": _own(LlamaBlock, 2, 64, 128, weight_copies="save"),
+        "llama-recompute": _own(LlamaBlock, 2, 64, 128, weight_copies="recompute"),
         "llama-many-rows": _own(lambda: LlamaBlock(32, 48, 2), 1, 4096, 32),
         "llama-checkpointed": _own(_Checkpointed, 2, 32, 128),
         "mlp": _own(mlp, 16, 64),
@@ -261,10 +249,10 @@ def cases() -> dict[str, Run]:
         "llama-auto": _own(LlamaBlock, 2, 64, 128, select="auto"),
         "llama-min-speedup": _own(LlamaBlock, 2, 64, 128, select="auto", min_speedup=1.0),
         "mlp-float16": _own(mlp, 16, 64, dtype=torch.float16),
-        "mlp-save": _own(mlp, 16, 64, weight_copies=_copies("save")),
-        "mlp-recompute": _own(mlp, 16, 64, weight_copies=_copies("recompute")),
-        "odd-recompute": _own(Ragged, 33, 50, weight_copies=_copies("recompute")),
-        "tied-recompute": _own(Tied, 48, 32, weight_copies=_copies("recompute")),
+        "mlp-save": _own(mlp, 16, 64, weight_copies="save"),
+        "mlp-recompute": _own(mlp, 16, 64, weight_copies="recompute"),
+        "odd-recompute": _own(Ragged, 33, 50, weight_copies="recompute"),
+        "tied-recompute": _own(Tied, 48, 32, weight_copies="recompute"),
         "batched": _own(Batched, 3, 16, 32),
         "batched-bf16": _own(Batched, 3, 16, 32, **bf16),
         "wide": _own(Wide, 16, 48),
@@ -272,8 +260,8 @@ def cases() -> dict[str, Run]:
         "moe-auto": _own(MoE, 40, 64, select="auto", **bf16),
         "moe-float32": _own(MoE, 40, 64),
         "moe-odd": _own(lambda: MoE(56, 40, 3), 37, 56, **bf16),
-        "moe-save": _own(MoE, 40, 64, weight_copies=_copies("save"), **bf16),
-        "moe-recompute": _own(MoE, 40, 64, weight_copies=_copies("recompute"), **bf16),
+        "moe-save": _own(MoE, 40, 64, weight_copies="save", **bf16),
+        "moe-recompute": _own(MoE, 40, 64, weight_copies="recompute", **bf16),
         "experts": _own(SortedExperts, 64, 48, **bf16),
         "experts-odd": _own(lambda: SortedExperts(40, 24), 61, 40, **bf16),
         "parallel-moe": _gathered(None, 0, 40, 64, model=MoE, dtype=torch.bfloat16),
