@@ -92,6 +92,9 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+_SCALINGS: tuple[dict[str, Any], ...] = ({}, {"power_of_2": False}, {"epsilon": 1e-3})
+
+
 def _forms(on: torch.device) -> list[torch.Tensor]:
     """Matrices of every form and dtype: ragged, of whole tiles, one row, empty either way, one element; with NaN and infinity;
     transposes, parts of a wider one with and without steps, one row repeated; batches."""
@@ -124,8 +127,9 @@ def _casts_of_every_form(name: str, on: torch.device) -> Iterator[Sample]:
     for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):  # a launch of its own: by turns, of which none are multiples
         for _ in range(3):
             (kind, options), (layout, copies), fp8 = next(turns)
-            label = f"form {i} alone, {layout}, {kind or 'plain'}, {_short(fp8)}"
-            yield Sample(label, ([x], [scale], fp8) if name == "cast" else ([x], fp8), {**copies, **options})
+            scaling = _SCALINGS[i % 3] if name in ("cast_rowwise", "cast_blockwise") else {}
+            label = f"form {i} alone, {layout}, {kind or 'plain'}, {_short(fp8)} {scaling or ''}"
+            yield Sample(label, ([x], [scale], fp8) if name == "cast" else ([x], fp8), {**copies, **options, **scaling})
         if x.dim() == 2 and name in ("cast_blockwise", "cast_mxfp8"):
             compact = {"columnwise": i // 2 % 2 == 0, "compact": True}
             (kind, options) = list(kinds.items())[i % 2]
@@ -144,6 +148,8 @@ def _cast(on: torch.device) -> Iterator[Sample]:
         both = {"columnwise": True, "with_amax": True, "pad_rows": True, "pad_cols": True}
         yield Sample(f"ragged, both, {_short(fp8)}", ([x], [_scale(on)], fp8), both)
         yield Sample(f"one row, {_short(fp8)}", ([line], [_scale(on)], fp8), {"with_amax": True})
+        batch = torch.stack([x, _with_non_finite(x), -x])
+        yield Sample(f"a batch, one scale, {_short(fp8)}", ([batch, x, batch.mT], [_scale(on)] * 3, fp8), both)
     yield Sample("a view", ([x.t()[3:]], [_scale(on)], E4M3), {"columnwise": True})
     vector = torch.rand(8, device=on) + 1
     yield Sample(
@@ -253,8 +259,9 @@ def _scales_of_128(on: torch.device) -> Iterator[Sample]:
             cast([_matrix(on, size, k)], E4M3, granularity=kind.value, power_of_2=True)[1]
             for size, kind in zip((m, n), kinds, strict=True)
         )
-        ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=on)[: of_a.numel()]
-        of_a.view(-1)[: len(ends)] = ends
+        ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=on)
+        for scales in (of_a, of_b):
+            scales.view(-1)[: len(ends)] = ends[: scales.numel()]
         options = {"square_a": kinds[0] is TWO, "square_b": kinds[1] is TWO}
         yield Sample(f"{m} x {n} x {k}, {kinds[0].label} by {kinds[1].label}", (of_a, of_b, m, n, k), options)
 
@@ -310,7 +317,8 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
     x = _matrix(on, 130, 200)
     kinds = [x, _matrix(on, 512, 512, torch.float32), x.to(E4M3), x.view(-1)[1:], torch.zeros(0, 3, device=on)]
     yield Sample("many", (kinds,))
-    yield Sample("views", ([x.t(), x[:, 3:50]],))
+    yield Sample("views", ([x.t(), x[:, 3:50], x.view(-1)[:3], x.view(torch.uint8).view(-1)[5:]],))
+    yield Sample("every form", (_forms(on),))
     yield Sample("integers", ([torch.arange(3, dtype=torch.uint8, device=on)],))
 
 

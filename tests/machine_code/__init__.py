@@ -27,9 +27,7 @@ class Finding:
     instruction: str
     """Its text."""
     kind: str
-    """The use of bits that nothing wrote: the data of a "store", an "address", a "guard" (the condition of a branch
-    or of any other instruction). Or what is wrong with FP8 bytes: a "layout" that an element does not reach, a "byte" stored
-    among elements that is none."""
+    """As in `Found`."""
     register: str
     message: str
 
@@ -48,22 +46,9 @@ def findings(cubin: bytes) -> list[Finding]:
 
 def findings_of_text(sass: str) -> list[Finding]:
     """Find it in a dump, or in a listing of one function in its form."""
-    found = []
-    for name, instructions in functions(sass).items():
-        for use in undefined_uses(instructions):
-            origin = "the stack pointer is no data" if use.is_pointer else "no instruction wrote them"
-            message = f"{_DEPENDS[use.kind]} on bits {use.undefined:#010x} of {use.register}; {origin}"
-            found.append(Finding(name, use.instruction.address, use.instruction.text, use.kind, use.register, message))
-        for lost in astray(instructions):
-            instruction = lost.instruction
-            found.append(Finding(name, instruction.address, instruction.text, lost.kind, lost.register, lost.message))
-        for touch in unfinished_uses(instructions):
-            instruction = touch.instruction
-            message = (
-                f"a matrix product still {'writes' if touch.is_sum else 'reads'} {touch.register}: no barrier waited for it"
-            )
-            found.append(Finding(name, instruction.address, instruction.text, "unfinished", touch.register, message))
-    return found
-
-
-_DEPENDS = {"store": "what it stores depends", "address": "its address depends", "guard": "whether it happens depends"}
+    return [
+        Finding(name, found.instruction.address, found.instruction.text, found.kind, found.register, found.message)
+        for name, instructions in functions(sass).items()
+        for analysis in (undefined_uses, astray, unfinished_uses)
+        for found in analysis(instructions)
+    ]

@@ -1,37 +1,23 @@
 """Stores, addresses and guards that depend on bits which no instruction wrote."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from tests.machine_code import bits as rules
 from tests.machine_code.bits import Word
 from tests.machine_code.flow import TRANSFERS, Node, Program, solve
 from tests.machine_code.numbers import POINTER, TRUE, Condition, Conditions, Numbers
 from tests.machine_code.opcodes import Effect
-from tests.machine_code.sass import FULL, STACK_POINTER_AT, Instruction, Kind, Operand, UnknownInstruction
+from tests.machine_code.sass import FULL, STACK_POINTER_AT, Found, Instruction, Kind, Operand, UnknownInstruction
 from tests.machine_code.state import Bits, State, join, simplified
 
 
-class Use(NamedTuple):
-    """A use of bits that nothing wrote."""
-
-    instruction: Instruction
-    kind: str
-    """"store", "address" or "guard"."""
-    register: str
-    undefined: int
-    """The undefined bits."""
-    is_pointer: bool
-    """True if they come from the stack pointer."""
-
-
-def undefined_uses(instructions: list[Instruction]) -> list[Use]:
+def undefined_uses(instructions: list[Instruction]) -> list[Found]:
     """The uses in one function, in the order of their addresses, each once."""
     if not instructions:
         return []
     program = Program(instructions)
     analysis = _Definedness(program)
-    found: dict[tuple[int, str, str], Use] = {}
+    found: dict[tuple[int, str, str], Found] = {}
     for node, state in solve(program, analysis).items():
         state = state.copy()
         for i in program.block(node.start):
@@ -155,7 +141,7 @@ class _Definedness:
 
     # -- what must be defined
 
-    def uses(self, state: State, instruction: Instruction, node: Node) -> Iterator[Use]:
+    def uses(self, state: State, instruction: Instruction, node: Node) -> Iterator[Found]:
         """Uses of undefined bits by one instruction."""
         guard = self.guard(state, instruction)
         if guard == TRUE.negated() or guard.negated() in state.facts:
@@ -185,12 +171,16 @@ def _data(instruction: Instruction) -> list[Operand]:
     return []
 
 
-def _use(state: State, instruction: Instruction, kind: str, name: str, assumed: Conditions, needed: int) -> Iterator[Use]:
+def _use(state: State, instruction: Instruction, kind: str, name: str, assumed: Conditions, needed: int) -> Iterator[Found]:
     bits = state.get(name)
     missing = needed & ~bits.under(assumed).defined
     if missing:
         is_pointer = not missing & ~bits.under(assumed | {POINTER}).defined
-        yield Use(instruction, kind, name, missing, is_pointer)
+        origin = "the stack pointer is no data" if is_pointer else "no instruction wrote them"
+        yield Found(instruction, kind, name, f"{_DEPENDS[kind]} on bits {missing:#010x} of {name}; {origin}")
+
+
+_DEPENDS = {"store": "what it stores depends", "address": "its address depends", "guard": "whether it happens depends"}
 
 
 # -- reading

@@ -19,19 +19,7 @@ from typing import NamedTuple
 from tests.machine_code.flow import Node, Program, solve
 from tests.machine_code.labels import FIXED, NOTHING, PLAIN, ZEROS, Byte, Label, moved, union
 from tests.machine_code.numbers import TRUE, Numbers, Values
-from tests.machine_code.sass import Instruction, Kind, Operand
-
-
-class Astray(NamedTuple):
-    """An element that does not go where its neighbours go, or a byte stored with elements that is none."""
-
-    instruction: Instruction
-    """The conversion, or the store."""
-    kind: str
-    """"layout" or "byte"."""
-    register: str
-    """The converted register, or the one that has the byte."""
-    message: str
+from tests.machine_code.sass import Found, Instruction, Kind, Operand
 
 
 class Followed(NamedTuple):
@@ -49,7 +37,7 @@ class Made(NamedTuple):
     register: str
 
 
-def astray(instructions: list[Instruction]) -> list[Astray]:
+def astray(instructions: list[Instruction]) -> list[Found]:
     """The elements and bytes of one function that are astray, in the order of their addresses."""
     if not any(_format(instruction) for instruction in instructions):
         return []
@@ -102,7 +90,7 @@ class _Ways:
             element = self.parents[element]
         return element
 
-    def astray(self) -> Iterator[Astray]:
+    def astray(self) -> Iterator[Found]:
         groups: dict[int, list[int]] = {}
         for element in self.goes:
             groups.setdefault(self._root(element), []).append(element)
@@ -114,10 +102,10 @@ class _Ways:
                     found, gone = " and ".join(sorted(self.goes[element])), " and ".join(sorted(missing))
                     instruction, register = self.made_by[element]
                     message = f"what is made of {register} goes to {found}, and not to {gone} as its neighbours do"
-                    yield Astray(instruction, "layout", register, message)
+                    yield Found(instruction, "layout", register, message)
         for instruction, register, i in self.foreign:
             message = f"byte {i} of {register} is stored among converted bytes; no conversion made it, and it is no constant"
-            yield Astray(instruction, "byte", register, message)
+            yield Found(instruction, "byte", register, message)
 
 
 _WAYS = {"STG": "global memory", "ST": "global memory", "STS": "shared memory", "STSM": "shared memory"}

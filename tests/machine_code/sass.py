@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import re
+from typing import NamedTuple
 
 from tests.machine_code.opcodes import OPCODES, Effect, Opcode, Results
 
@@ -73,6 +74,18 @@ class Instruction:
     def bytes_moved(self) -> int:
         """The bytes of the first register that is loaded or stored: 1, 2 or 4."""
         return 1 if {"U8", "S8"} & set(self.modifiers) else 2 if {"U16", "S16"} & set(self.modifiers) else 4
+
+
+class Found(NamedTuple):
+    """Something that an instruction must not do."""
+
+    instruction: Instruction
+    kind: str
+    """The use of bits that nothing wrote: the data of a "store", an "address", a "guard" (the condition of a branch or of any
+    other instruction). What is wrong with FP8 bytes: a "layout" that an element does not reach, a "byte" stored among elements
+    that is none. "unfinished": a register that a matrix product still has."""
+    register: str
+    message: str
 
 
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;", re.MULTILINE)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.machine_code.flow import Node, Program, solve
-from tests.machine_code.sass import Instruction, Kind, UnknownInstruction
+from tests.machine_code.sass import Found, Instruction, Kind, UnknownInstruction
 
 #: The operand of the last product of a group, and of the barrier that waits for groups.
 GROUP = "gsb0"
@@ -20,15 +20,6 @@ OPEN = -1
 MAX_AGE = 8
 
 
-class Touch(NamedTuple):
-    """An access to a register that a product has not finished with."""
-
-    instruction: Instruction
-    register: str
-    is_sum: bool
-    """True if the product writes the register; else it reads it."""
-
-
 class Pending(NamedTuple):
     """The registers that unfinished products hold: register -> number of groups closed since that of its youngest product."""
 
@@ -36,12 +27,12 @@ class Pending(NamedTuple):
     operands: dict[str, int]
 
 
-def unfinished_uses(instructions: list[Instruction]) -> list[Touch]:
+def unfinished_uses(instructions: list[Instruction]) -> list[Found]:
     """The touches in one function, in the order of their addresses, one per instruction and register."""
     if not any(_is_product(instruction) for instruction in instructions):
         return []
     program, analysis = Program(instructions), _Pendency()
-    found: dict[tuple[int, str], Touch] = {}
+    found: dict[tuple[int, str], Found] = {}
     for node, state in solve(program, analysis).items():
         state = analysis.copy(state)
         for i in program.block(node.start):
@@ -56,14 +47,16 @@ def _is_product(instruction: Instruction) -> bool:
     return instruction.name.endswith("GMMA")
 
 
-def _touches(state: Pending, instruction: Instruction) -> Iterator[Touch]:
+def _touches(state: Pending, instruction: Instruction) -> Iterator[Found]:
     written = [name for result in instruction.results for name in result.names]
     touched = [*written, *(name for source in instruction.sources for name in source.names)]
     if _is_product(instruction):
         # Products of one shape add to the same sums in order; any other overlap is a mistake.
         touched = [*_left_operand(instruction), *([] if _adds_to_the_same(state, instruction, written) else written)]
-    yield from (Touch(instruction, name, True) for name in touched if name in state.sums)
-    yield from (Touch(instruction, name, False) for name in written if name in state.operands)
+    for does, names, held in (("writes", touched, state.sums), ("reads", written, state.operands)):
+        for name in [name for name in names if name in held]:
+            message = f"a matrix product still {does} {name}: no barrier waited for it"
+            yield Found(instruction, "unfinished", name, message)
 
 
 def _adds_to_the_same(state: Pending, instruction: Instruction, written: list[str]) -> bool:
