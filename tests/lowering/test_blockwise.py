@@ -62,18 +62,6 @@ def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
         assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("granularity", [ONE, ONE.value])
-def test_shape_functions_are_symbolic(granularity):
-    def both(x):
-        return lowering.cast_transpose_blockwise(x, E4M3, granularity=granularity, pad_rows=True)
-
-    compiled = torch.compile(both, backend="aot_eager", dynamic=True, fullgraph=True)
-    for rows in (20, 33):
-        x = wide_range(rows, 150)
-        assert all(same_bits(a, e) for a, e in zip(compiled(x), both(x), strict=True))
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("block", [(128, 1), (1, 64), (128,), (64, 64), 128])
 def test_other_blocks_are_rejected(block):
     with pytest.raises(ValueError, match=r"block is \(?\d+.*use \(1, 128\) or \(128, 128\)"):

@@ -72,47 +72,26 @@ def test_a_wrong_byte_is_an_error_that_names_kernel_triton_and_ptxas():
             assert part in str(raised.value)
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+def test_nothing_is_tried_while_a_graph_is_captured_or_kernels_compile_ahead(monkeypatch):
     casts = Casts()
     call = tried(casts, cast)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     call(X, SCALE)
-    assert casts.calls == [(768, 640)]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    call(X, SCALE)
-    assert casts.calls[1:] == [(768, 640), (256, 256)]
-
-
-def test_nothing_is_tried_where_kernels_compile_ahead():
-    casts = Casts()
-    call = tried(casts, cast)
     ahead.on_paper(call, (X, SCALE), {})
-    assert casts.calls == [(768, 640)]
+    assert casts.calls == [(768, 640)] * 2
     assert not trial._TRIED
-
-
-def test_random_numbers_of_the_user_stay():
     state = torch.get_rng_state()
-    tried(Casts(), cast)(X, SCALE)
-    assert torch.equal(torch.get_rng_state(), state)
+    call(X, SCALE)
+    assert casts.calls[2:] == [(768, 640), (256, 256)]
+    assert torch.equal(torch.get_rng_state(), state), "random numbers of the user stay"
 
 
 def aligned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-SHAPES = [
-    (4096, 4096),
-    (4095, 4097),
-    (4096, 1),
-    (1, 4096),
-    (1, 1),
-    (100, 300),
-    (4096, 640),
-    (4096, 14336),
-    (4095, 2047),
-    (1024, 1024),
-]
+SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), (4096, 640), (4096, 14336), (4095, 2047)]
 
 
 @needs_triton
@@ -129,7 +108,12 @@ def test_a_small_tensor_takes_the_same_variants(operation, given, options):
     """Calls of every shape, of other strides, off an aligned address."""
     function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
     wide = aligned(4096, 4112)
-    views = [aligned(*shape) for shape in SHAPES] + [aligned(4096, 4096).t(), wide[:, 1:4097], wide[:, :4096], wide[:, :4095]]
+    views = [aligned(*shape) for shape in (*SHAPES, (1024, 1024))] + [
+        aligned(4096, 4096).t(),
+        wide[:, 1:4097],
+        wide[:, :4096],
+        wide[:, :4095],
+    ]
     for x in [*views, aligned(512, 384, dtype=torch.float32)]:
         found = [recorded(function, [m], *given, **options) for m in (x, filled(small_layout(x), torch.Generator()))]
         variants = [[variant_of(launch) for launch in launches[:1]] for launches in found]
@@ -138,14 +122,8 @@ def test_a_small_tensor_takes_the_same_variants(operation, given, options):
 
 def test_small_tensors_keep_what_the_others_share():
     generator = torch.Generator().manual_seed(0)
-    for x in (
-        aligned(300, 700),
-        aligned(8, 300, 700),
-        aligned(5),
-        torch.ones(()),
-        aligned(3, 1)[:, :0],
-        aligned(1, 5).expand(4, 5),
-    ):
+    matrices = [aligned(*shape) for shape in ((300, 700), (8, 300, 700), (5,))]
+    for x in (*matrices, torch.ones(()), aligned(3, 1)[:, :0], aligned(1, 5).expand(4, 5)):
         small = filled(small_layout(x, is_in_list=True), generator)
         assert small.dtype == x.dtype
         assert [s == 0 for s in small.stride()] == [s == 0 for s in x.stride()]
@@ -197,11 +175,8 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        old = {
-            x.untyped_storage().data_ptr()
-            for x in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
+        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        old = {x.untyped_storage().data_ptr() for x in given}
         for x in torch.utils._pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
                 self.num_bytes += x.untyped_storage().nbytes()
