@@ -1,4 +1,4 @@
-"""Programs of frameworks that change the model, or train a part of it: losses and scales are as they have to be."""
+"""Programs of frameworks, some of which change the model or train a part of it: losses and scales are as they have to be."""
 
 import copy
 import uuid
@@ -10,9 +10,12 @@ from torch import nn
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from fp8pass import DelayedScaling, inspect, state  # noqa: E402
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
+
+from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.integrations.transformers import Fp8Callback  # noqa: E402
-from tests.integrations.support import VOCABULARY, llama, losses_of, trainer_of  # noqa: E402
+from tests.integrations.support import VOCABULARY, llama, losses_of, token_data, trainer_of  # noqa: E402
+from tests.support.numerics import sqnr  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning"),
@@ -22,36 +25,43 @@ pytestmark = [
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-def assert_as_in_high_precision(folder, make, change=lambda model: None, data=None):
-    """Two stages with a change between them; returns the model that was trained in FP8."""
+def as_in_high_precision(folder, make, data=None, *, change=None, also=lambda trainer: None, **options):
+    """Losses are those in high precision, in one stage or in two with a change of the model between them; the model that was
+    trained in FP8."""
     losses, model = ([], []), None
     for found, recipe in zip(losses, (None, RECIPE), strict=True):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = make()
-        for prepare in (lambda model: None, change):
-            prepare(model)
-            trainer = trainer_of(folder, model, data, recipe)
+        for prepare in [None] if change is None else [None, change]:
+            if prepare is not None:
+                prepare(model)
+            trainer = trainer_of(folder, model, data, recipe, **options)
             trainer.train()
+            assert recipe is None or any(g.quantized for g in inspect(model).gemms)
+            also(trainer)
             found += losses_of(trainer)
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
-    session = model._compiled_call_impl.session
-    assert session.num_steps == 8
-    found = inspect(model)
+    return model
+
+
+def assert_scales_of_its_weights(model):
+    """Most GEMMs run in FP8, and each weight has the scale of its own amax."""
+    found, view = inspect(model), state(model)
     assert not found.ran_eagerly
     assert sum(g.quantized for g in found.gemms) > len(found.gemms) / 2
-    view = state(model)
     for name in view.tensors:
         module, _, kind = name.rpartition(":")
         if kind == "weight":
             assert view.amax_history(name)[1:].any(), name
             largest = model.get_submodule(module).weight.detach().abs().max()
             assert view.scale(name) == pytest.approx(448 / largest.item(), rel=0.05), name
-    return model
 
 
 def test_the_vocabulary_grows_between_two_stages(tmp_path):
-    model = assert_as_in_high_precision(tmp_path, llama, lambda m: m.resize_token_embeddings(VOCABULARY + 32))
+    model = as_in_high_precision(tmp_path, llama, change=lambda m: m.resize_token_embeddings(VOCABULARY + 32))
+    assert_scales_of_its_weights(model)
+    assert model._compiled_call_impl.session.num_steps == 8
     assert model.lm_head.weight.shape[0] == VOCABULARY + 32
 
 
@@ -64,7 +74,8 @@ def test_peft(tmp_path, kind):
         "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "prefixes": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     }[kind]  # fmt: skip
-    assert_as_in_high_precision(tmp_path, lambda: peft.get_peft_model(llama(), config()))
+    change = lambda model: None  # noqa: E731 (a second stage)
+    assert_scales_of_its_weights(as_in_high_precision(tmp_path, lambda: peft.get_peft_model(llama(), config()), change=change))
 
 
 def vit():
@@ -81,8 +92,122 @@ def test_vit(tmp_path):
     images = torch.randn(64, 3, 32, 32, generator=generator)
     labels = torch.randint(8, (64,), generator=generator)
     data = [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
-    model = assert_as_in_high_precision(tmp_path, vit, data=data)
+    model = as_in_high_precision(tmp_path, vit, data, change=lambda model: None)
+    assert_scales_of_its_weights(model)
     assert {g.reason.partition(":")[0] for g in inspect(model).gemms if not g.quantized} == {"head"}  # the classifier
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def test_t5_with_generation_in_evaluation(tmp_path):
+    def generate(trainer):
+        found = trainer.predict(token_data(4), max_new_tokens=6)
+        assert found.predictions.shape[0] == 4
+
+    options = {"predict_with_generate": True, "eval_strategy": "steps", "eval_steps": 2}
+    as_in_high_precision(
+        tmp_path, t5, token_data(), cls=Seq2SeqTrainer, args=Seq2SeqTrainingArguments, also=generate, **options
+    )
+
+
+def ctc():
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, conv_dim=(32, 32),
+        conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, mask_time_prob=0.0,
+        layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        feat_proj_dropout=0.0, final_dropout=0.0,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_ctc(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {"input_values": torch.randn(1600, generator=generator), "labels": torch.randint(1, 32, (8,), generator=generator)}
+        for _ in range(16)
+    ]
+    as_in_high_precision(tmp_path, ctc, data)
+
+
+def test_left_padding_and_rows_grouped_by_length(tmp_path):
+    data = []
+    for i, row in enumerate(token_data(32)):
+        length = 6 + i % 10
+        ids = torch.cat([torch.zeros(16 - length, dtype=torch.long), row["input_ids"][:length]])
+        mask = (torch.arange(16) >= 16 - length).long()
+        data.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    as_in_high_precision(tmp_path, llama, data, train_sampling_strategy="group_by_length")
+
+
+def test_trials_by_model_init(tmp_path):
+    trainer = trainer_of(tmp_path, lambda: llama(), recipe=RECIPE, max_steps=2)
+    found = []
+    for _ in range(10):  # more than Dynamo's recompile limit
+        trainer.train()
+        found.append(state(trainer.model).state_dict())
+    assert all(value.equal(found[-1][name]) for name, value in found[0].items())
+
+
+# -- adapters
+
+
+def lora(model, **options):
+    peft = pytest.importorskip("peft")
+    config = {"r": 32, "target_modules": ["up_proj", "down_proj"], "init_lora_weights": False, **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**config)), peft.LoraConfig(**config)
+
+
+def train(compiled, model, steps=2):
+    tokens = torch.stack([row["input_ids"] for row in token_data(8)])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return tokens
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "current"], ids=["delayed", "current"])
+def test_adapters_off_and_on_and_exchanged(recipe):
+    model, config = lora(llama())
+    model.add_adapter("other", config)
+    compiled = fp8_compile(model, recipe, backend="aot_eager", in_place=True)
+    tokens = train(compiled, model)
+    twin, _ = lora(llama())
+    twin.add_adapter("other", config)
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        with model.disable_adapter(), twin.disable_adapter():
+            assert sqnr(twin(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            twin.set_adapter(name)
+            assert sqnr(twin(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20
+    train(compiled, model)
+
+
+def test_adapters_added_after_compilation():
+    model = llama()
+    fp8_compile(model, RECIPE, backend="aot_eager", in_place=True)
+    tokens = train(model, model)
+    adapted, _ = lora(model)
+    train(adapted, adapted)
+    with torch.no_grad():
+        twin, _ = lora(llama())
+        twin.load_state_dict(adapted.state_dict())
+        assert sqnr(twin(input_ids=tokens).logits, adapted(input_ids=tokens).logits) > 20
+    assert any("lora_A" in g.module or "base_layer" in g.module for g in inspect(model).gemms)
+
+
+# -- Lightning
 
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -164,3 +289,44 @@ def test_trl(tmp_path, monkeypatch):
             assert trainer.model._compiled_call_impl.session.num_steps == 4
             assert all(g.quantized for g in inspect(trainer.model).gemms)
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])
+def test_finders(tmp_path, finder):
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch import callbacks
+    from torch.utils.data import DataLoader
+
+    from fp8pass.integrations.lightning import Fp8Callback as LightningCallback
+
+    class Module(lightning.pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+            self.lr, self.batch_size = 1e-3, 2
+
+        def train_dataloader(self):
+            return DataLoader(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), batch_size=self.batch_size)
+
+        def training_step(self, x, _):
+            return (self.model(x) - x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    options = {"LearningRateFinder": {"num_training_steps": 8}, "BatchSizeFinder": {"max_trials": 2, "steps_per_trial": 1}}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module = Module()
+    own = LightningCallback(RECIPE, backend="aot_eager", print_table=False)
+    trainer = lightning.pytorch.Trainer(
+        accelerator="cpu", max_steps=4, callbacks=[own, getattr(callbacks, finder)(**options[finder])],
+        default_root_dir=tmp_path, **quiet,
+    )  # fmt: skip
+    trainer.fit(module)
+    weight = module.model[0].weight.detach()
+    view = state(module)
+    assert view.scale("model.0:weight").item() == pytest.approx(448 / weight.abs().max().item(), rel=0.05)
+    assert all(g.quantized for g in inspect(module).gemms)
