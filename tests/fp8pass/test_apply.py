@@ -109,9 +109,10 @@ def test_results_are_copied_where_they_are_returned_or_the_backend_takes_strides
     def transposed(a, b):
         return torch.mm(a, b).T.unsqueeze(0)
 
-    for function, contiguous, num_clones in ((product, 1, 1), (product, 0, 0), (torch.mm, 0, 1), (transposed, 0, 1)):
+    rows = ((product, True, 1), (product, False, 0), (torch.mm, False, 1), (transposed, False, 1))
+    for function, contiguous, num_clones in rows:
         joint = inference(function, torch.randn(16, 32), torch.randn(32, 20))
-        options = dataclasses.replace(joint.options, contiguous_outputs=bool(contiguous))
+        options = dataclasses.replace(joint.options, contiguous_outputs=contiguous)
         work = dataclasses.replace(joint, options=options).run()
         assert len(calls(work.graph, aten.clone.default)) == num_clones
 

@@ -65,7 +65,13 @@ def test_inverses(invert):
 
 def test_the_inverse_of_an_inverse():
     """Rows put where the sort itself says: they are gathered at its inverse, if the graph has it by then."""
-    assert found(lambda keys, rows: (p := keys.sort()[1], i := by_index_put(p), put(rows, p) + i[:, None])[2]) == 1
+
+    def program(keys, rows):
+        perm = keys.sort()[1]
+        inverse = by_index_put(perm)
+        return put(rows, perm) + inverse[:, None]
+
+    assert found(program) == 1
     assert found(lambda keys, rows: put(rows, keys.sort()[1])) == 0
     assert found(lambda keys, rows: (put(rows, p := keys.sort()[1]), by_index_put(p))[0]) == 0, "computed later"
 
@@ -114,6 +120,10 @@ def test_gradients_of_experts_are_the_same_without_the_pass(recipe):
 
 
 def test_graphs_without_experts_are_left_alone():
-    model = Net(lambda m, x: (p := x[:, 0].sort()[1], m.linear(x[p])[by_index_put(p)])[1], linear=nn.Linear(64, 64, bias=False))
+    def in_order(m, x):
+        perm = x[:, 0].sort()[1]
+        return m.linear(x[perm])[by_index_put(perm)]
+
+    model = Net(in_order, linear=nn.Linear(64, 64, bias=False))
     graph = trace(model, torch.randn(32, 64)).run().graph
     assert permuting_scatters(graph)

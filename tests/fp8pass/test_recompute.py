@@ -81,7 +81,12 @@ def test_recomputed_copies_change_no_bit(recipe):
 
 def test_a_value_that_backward_does_not_have_is_saved_in_fp8():
     """The norm's result is also a residual, which needs no gradient of its own: nothing keeps it for backward."""
-    model = Net(lambda m, x: (x := m.norm(x)) + torch.tanh(m.inner(x)), norm=nn.LayerNorm(64), inner=nn.Linear(64, 64))
+
+    def post_norm(m, x):
+        x = m.norm(x)
+        return x + torch.tanh(m.inner(x))
+
+    model = Net(post_norm, norm=nn.LayerNorm(64), inner=nn.Linear(64, 64))
     compiled, _ = train(model, "delayed", torch.randn(48, 64))
     assert sorted(saved_fp8(compiled)) == [(48, 64), (64, 64)]
 

@@ -462,7 +462,11 @@ def test_values_that_are_views_of_one_tensor_are_saved_together_or_not_at_all():
 
 
 def test_inputs_and_outputs_are_not_saved_a_second_time():
-    model = Net(lambda m, x: (h := m.up(x), m.down(F.silu(h) * x)), up=nn.Linear(256, 256), down=nn.Linear(256, 256))
+    def forward(m, x):
+        hidden = m.up(x)
+        return hidden, m.down(F.silu(hidden) * x)
+
+    model = Net(forward, up=nn.Linear(256, 256), down=nn.Linear(256, 256))
     compiled = fp8_compile(model, "current", backend="aot_eager", saved_activations="fp8")
     sum(out.square().mean() for out in compiled(torch.randn(64, 256, requires_grad=True))).backward()
     assert not in_fp8(compiled)
