@@ -135,15 +135,12 @@ def test_inductor_and_dynamic_sizes(recipe, override):
         assert sqnr(results[0], results[1]) >= 30
 
 
-def test_a_rule_for_one_role_has_its_own_recipe():
+def test_rules_of_one_role():
     made = Float8RowwiseScaling(backward_override="dequantized")
     compiled = fp8_compile(mlp(64, 64, 64), made, backend="aot_eager", rules={"*:grad_weight": "current"})
     compiled(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     quantized = {(g.role, g.quantized) for g in inspect(compiled).gemms}
     assert quantized == {("output", True), ("grad_input", False), ("grad_weight", True)}
-
-
-def test_a_forward_in_high_precision_leaves_nothing_to_dequantize():
     model = mlp(64, 64, 64)
     made = Float8CurrentScaling(backward_override="dequantized")
     compiled = fp8_compile(model, made, backend="aot_eager", rules={"*:output": None})

@@ -228,40 +228,28 @@ def compiled_mlp(recipe, *sizes, rows=32):
     return compiled
 
 
-def test_granularities_of_blockwise_gemms():
+def test_arguments_of_casts_and_gemms():
     gemms = of(compiled_mlp("blockwise", 128, 128, 128), ops.scaled_mm_blockwise)
     dims = [(n.kwargs["granularity_a"], n.kwargs["granularity_b"]) for n in gemms]
     assert sorted(dims) == [("block_1x128", "block_128x128")] * 4 + [("block_1x128", "block_1x128")] * 2
     assert {type(value) for pair in dims for value in pair} == {str}, "a member of an enum could not be printed as code"
-
-
-def test_mxfp8_scales_are_uint8_and_data_are_padded_to_whole_blocks():
     gemms = of(compiled_mlp("mxfp8", 40, 72, 33, rows=33), ops.scaled_mm_mxfp8)
     assert len(gemms) == 6
     for a, b, *scales in ([arg.meta["val"] for arg in node.args[:4]] for node in gemms):
         assert [scale.dtype for scale in scales] == [torch.uint8] * 2
         assert a.shape[1] == b.shape[0]
         assert (a.shape[1] % 32, b.shape[1] % 16) == (0, 0)
-
-
-def test_square_blocks_are_for_weights_alone():
     casts = of(compiled_mlp(SQUARE, 64, 96, 64), ops.cast_mxfp8)
     assert {(n.kwargs["square"], tuple(n.args[0][0].meta["val"].shape)) for n in casts} == {
         *((True, shape) for shape in ((96, 64), (64, 96))),  # the weights [out, in]
         *((False, shape) for shape in ((32, 64), (32, 96))),
     }
-
-
-def test_with_grad_weight_in_high_precision_each_tensor_has_one_copy_per_scale():
     compiled = compiled_mlp("rowwise_with_gw_hp", 64, 96, 48)
     assert len(of(compiled, ops.scaled_mm_rowwise)) == 4
     assert len(of(compiled, ops.cast_rowwise)) == 6, "inputs, weights and output gradients along their rows"
     assert len(of(compiled, ops.cast)) == 1, "weights per tensor"
     assert len(casts_by(ops.cast.default, nodes_of(compiled), many=True, both=False)) == 1
     assert not casts_by(ops.cast_rowwise.default, nodes_of(compiled), both=True)
-
-
-def test_options_of_rows_reach_the_operations():
     accumulation = {"fast_accum_output": False, "fast_accum_grad_input": True}
     compiled = compiled_mlp(Float8RowwiseScaling(use_power_2_scales=False, amax_epsilon=1e-3, **accumulation), 64, 128, 64)
     casts = [n for n in nodes_of(compiled) if str(n.target).startswith("lowering.cast")]

@@ -34,7 +34,7 @@ def run(graph: fx.Graph, *inputs: torch.Tensor):
     return fx.GraphModule({}, graph)(*inputs)
 
 
-def test_a_cast_and_a_gemm():
+def test_casts_and_gemms_of_elements():
     x, scales, inverses = torch.randn(32, 16), torch.tensor([4.0, 2.0, 8.0]), torch.tensor([0.25, 0.5, 0.125])
     graph, (a, s, i) = graph_of(x, scales, inverses)
     rows = graph.call_function(ops.cast.default, ([a], [element(graph, s, 1)], E4M3))
@@ -53,9 +53,6 @@ def test_a_cast_and_a_gemm():
     once = str(graph)
     fold_elements(graph)
     assert str(graph) == once
-
-
-def test_a_list_may_hold_scalars_besides_elements():
     x, y, scales, single = torch.randn(16, 16), torch.randn(32, 48), torch.tensor([4.0, 2.0]), torch.tensor(8.0)
     graph, (a, b, s, one) = graph_of(x, y, scales, single)
     cast = graph.call_function(ops.cast.default, ([a, b], [element(graph, s, 1), one], E4M3))

@@ -56,7 +56,7 @@ def test_before_the_first_call_and_in_inference():
     assert [g.role for g in inspect(compiled).gemms] == ["output", "output"]
 
 
-def test_the_table_folds_equal_layers_and_says_why_a_gemm_stays():
+def test_the_table_folds_equal_layers():
     report = inspect(deep())
     lines = str(report).splitlines()
     assert repr(report) == str(report).rstrip("\n")
@@ -64,6 +64,9 @@ def test_the_table_folds_equal_layers_and_says_why_a_gemm_stays():
     assert sum("layers.0-3.2 (x4)" in line for line in lines) == 3
     assert sum("│ head " in line for line in lines) == 3
     assert lines[-1] == "27 of 27 GEMMs run in FP8, in 1 graph."
+
+
+def test_table_says_why_a_gemm_stays():
     text = str(inspect(deep("head")))
     assert "why not FP8" in text
     assert "rule: 'head' keeps high precision" in text
@@ -156,7 +159,7 @@ def test_a_folded_row_prints_the_layers_that_are_there_and_no_others(modules, ex
     assert folded_path(modules) == expected
 
 
-def test_experts_that_ran_are_no_grid():
+def test_rows_of_experts_and_of_roles_that_stay_alike():
     def forward(m, x):
         for layer, expert in ((0, 1), (0, 3), (1, 0)):
             x = torch.tanh(m.layers[layer][expert](x))
@@ -165,6 +168,15 @@ def test_experts_that_ran_are_no_grid():
     layers = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(4)) for _ in range(2))
     report = inspected(Net(forward, layers=layers), "current", torch.randn(16, 32, requires_grad=True))
     assert str(report).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    children = {"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48), "layers": layers}
+    model = Net(lambda m, tokens: m.head(m.layers(m.tokens(tokens))), **children)
+    report = inspected(model, "delayed", torch.randint(48, (2, 16)), rules={"layers.1": None})
+    rows = {(row[0], row[1]): row for row in rows_of(report.gemms)}
+    assert rows["head", "all"][3:5] == ["-", "high precision"]
+    assert rows["layers.1", "all"][3:5] == ["-", "high precision"]
+    assert {role for module, role in rows if module == "layers.0"} == {"output", "grad_input", "grad_weight"}
+    assert len(rows) == 5
 
 
 def blockwise_kind(*granularities):
@@ -260,18 +272,6 @@ def test_without_a_terminal_there_are_160_columns(monkeypatch):
     assert "why not FP8" in str(report)
     monkeypatch.setattr("sys.stdout", None)  # as under pythonw
     assert "why not FP8" in str(report)
-
-
-def test_roles_that_stay_alike_share_a_row_and_show_no_recipe():
-    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    children = {"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48), "layers": layers}
-    model = Net(lambda m, tokens: m.head(m.layers(m.tokens(tokens))), **children)
-    report = inspected(model, "delayed", torch.randint(48, (2, 16)), rules={"layers.1": None})
-    rows = {(row[0], row[1]): row for row in rows_of(report.gemms)}
-    assert rows["head", "all"][3:5] == ["-", "high precision"]
-    assert rows["layers.1", "all"][3:5] == ["-", "high precision"]
-    assert {role for module, role in rows if module == "layers.0"} == {"output", "grad_input", "grad_weight"}
-    assert len(rows) == 5
 
 
 def test_adapters_share_a_row_whatever_they_adapt():

@@ -242,7 +242,7 @@ def test_a_switch_of_rules_while_it_watches():
     assert {t.module.partition(".")[0] for t in watching.latest.tensors} == {"1"}
 
 
-def test_names_for_loggers_and_the_table():
+def test_names_for_loggers_and_the_table_and_under_several_recipes():
     model, compiled, watching = watched("blockwise", every=100)
     assert str(watching) == "Nothing is measured yet: train a step."
     assert watching.latest is None
@@ -253,9 +253,6 @@ def test_names_for_loggers_and_the_table():
     assert all(isinstance(value, (int, float)) for value in flat.values())
     worst = min(watching.latest.tensors, key=lambda t: t.sqnr)
     assert worst.name in next(line for line in str(watching).splitlines() if "dB" in line)
-
-
-def test_copies_of_one_tensor_under_several_recipes_have_names_of_their_own():
     model, compiled, watching = watched("delayed", every=100, rules={"0.up:output": "current"})
     train(model, compiled, 1)
     of_input = [t for t in watching.latest.tensors if t.name == "0.up:input"]

@@ -44,7 +44,7 @@ def node_with(**meta):
     return node
 
 
-def test_the_innermost_module_that_has_a_path():
+def test_the_innermost_module_and_frame():
     outer, inner = ("L['self']", nn.Linear), ("L['self']._modules['up']", nn.Linear)
     assert origin.module_path(node_with(nn_module_stack={"1": outer, "2": inner})) == Path("self", "up")
     assert origin.module_path(node_with(nn_module_stack={"1": outer, "2": ("no path", nn.Linear)})) == Path("self", "")
@@ -52,9 +52,6 @@ def test_the_innermost_module_that_has_a_path():
     assert origin.module_path(node_with(nn_module_stack={}, fwd_nn_module_stack={"1": inner})) == Path("self", "up")
     assert origin.module_path(node_with(nn_module_stack={"1": ("no path", nn.Linear)})) is None
     assert origin.module_path(node_with()) is None
-
-
-def test_the_source_line_is_that_of_the_innermost_frame():
     trace_ = '  File "/a/model.py", line 7, in forward\n    x = self.up(x)\n  File "/a/up b.py", line 12, in forward\n    ...'
     assert origin.source_line(node_with(stack_trace=trace_)) == "/a/up b.py:12"
     assert origin.source_line(node_with(stack_trace=None)) == ""

@@ -77,7 +77,7 @@ def test_blockwise_forward_and_gradients_per_tensor(shape):
     assert_sum(model.weight.grad, grad.t() @ held(x, E4M3))
 
 
-def test_options_of_an_own_recipe_reach_the_operations():
+def test_own_recipes_have_options_share_graphs_and_stand_in_rules():
     recipe = BlockwiseForward(amax_epsilon=0.5, fast_accum_grad_input=True)
     work = trace(mlp(), torch.randn(16, 64, requires_grad=True), recipe=recipe).run()
     ops = torch.ops.lowering
@@ -87,9 +87,6 @@ def test_options_of_an_own_recipe_reach_the_operations():
     made = [n for n in work.graph.nodes if "epsilon" in n.kwargs]
     assert {n.kwargs["epsilon"] for n in made} == {0.5}
     assert {str(n.target).partition(".")[2].partition(".")[0] for n in made} >= {"scales_from_amax", "cast_blockwise"}
-
-
-def test_equal_own_recipes_share_graphs_and_rules_take_them():
     rules = {"2": BlockwiseForward(), "2:grad_weight": None}
     compiled = fp8_compile(mlp(), "current", rules={"2:grad_weight": None, **rules}, backend="aot_eager", select="all")
     compiled(torch.randn(16, 64)).sum().backward()

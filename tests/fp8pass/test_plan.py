@@ -93,7 +93,7 @@ def test_copies_lie_along_k_of_their_gemms():
         assert copies[module, "grad_weight"] == [("grad_output", True, E5M2), ("input", True, E4M3)]
 
 
-def test_tensors_are_listed_in_order_of_first_use():
+def test_tensors_in_order_of_first_use_and_under_two_recipes():
     plan = trace(mlp(), torch.randn(16, 64)).run("plan GEMMs").plan
     (recipe,) = {d.recipe for d in plan.decisions}
     names = ["0:input", "0:weight", "2:input", "2:weight", "2:grad_output", "0:grad_output"]
@@ -104,9 +104,6 @@ def test_tensors_are_listed_in_order_of_first_use():
     assert needed["2:weight"] == needed["2:input"] == needed["2:grad_output"] == [False, True], "rowwise first"
     assert (needed["0:weight"], needed["0:input"]) == ([False], [False, True]), "nobody wants the gradient of the input"
     assert needed["0:grad_output"] == [True]
-
-
-def test_a_value_that_two_recipes_quantize_is_two_tensors():
     current = Float8CurrentScaling()
     model, x = mlp(), torch.randn(16, 64)
     plan = trace(model, x, recipe="delayed", rules={"2:grad_input": current}).run("plan GEMMs").plan

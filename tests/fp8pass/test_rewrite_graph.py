@@ -183,12 +183,22 @@ def test_state_enters_as_inputs_and_changes_only_when_a_step_ends():
     assert rewritten.state.scale("layers.0.up:weight") == scale
 
 
-def test_a_recipe_without_state_adds_no_input():
+def test_a_recipe_without_state_and_a_forward_alone():
     graph, names = traced(Decoder(1))
     rewritten = rewrite_graph(graph, "current", inputs=names)
     assert (rewritten.state_names, rewritten.state_tensors(), rewritten.first_step) == ([], [], None)
     assert not rewritten.is_first_step
     rewritten.state.step()
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    graph = make_fx(lambda w, x: F.linear(x, w), tracing_mode="fake")(model[0].weight, torch.randn(16, 32))
+    rewritten = rewrite_graph(graph, DelayedScaling(initial_scale="one"), inputs=["0.weight"])
+    assert rewritten.first_step is None
+    weight, x = model[0].weight.detach(), torch.randn(16, 32)
+    with torch.no_grad():
+        expected = fp8_compile(model, DelayedScaling(initial_scale="one"), backend="aot_eager")(x)
+    assert rewritten(weight, x).equal(expected)
+    rewritten.state.step()
+    assert not rewritten.state.amax_history("0:input").any()
 
 
 def test_a_graph_with_more_tensors_than_a_new_store_holds():
@@ -287,16 +297,3 @@ def test_memory_that_a_gemm_reads_may_not_change_in_place():
     )
     result, _ = rewrite_graph(harmless, Float8CurrentScaling(), inputs=["w"])(torch.randn(32, 32), torch.randn(16, 32))
     assert result.shape == (16, 32)
-
-
-def test_a_forward_alone_records_nothing():
-    model = nn.Sequential(nn.Linear(32, 32, bias=False))
-    graph = make_fx(lambda w, x: F.linear(x, w), tracing_mode="fake")(model[0].weight, torch.randn(16, 32))
-    rewritten = rewrite_graph(graph, DelayedScaling(initial_scale="one"), inputs=["0.weight"])
-    assert rewritten.first_step is None
-    weight, x = model[0].weight.detach(), torch.randn(16, 32)
-    with torch.no_grad():
-        expected = fp8_compile(model, DelayedScaling(initial_scale="one"), backend="aot_eager")(x)
-    assert rewritten(weight, x).equal(expected)
-    rewritten.state.step()
-    assert not rewritten.state.amax_history("0:input").any()

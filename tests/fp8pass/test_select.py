@@ -489,10 +489,6 @@ def test_heads_of_a_gpt(options, count):
         assert len(heads(model, sentence().int())) == count
 
 
-def test_few_classes_are_thin():
-    assert decisions(NanoGPT(vocabulary=16), sentence(16))["lm_head"]["output"] == "thin"
-
-
 WIDTHS = [(BYTES, BYTES), (BYTES, 32), (32, BYTES)]
 
 
@@ -569,6 +565,7 @@ def lora(rank):
 @pytest.mark.parametrize(("rank", "kind"), [(8, "thin"), (31, "thin"), (32, "fp8")])
 def test_adapters_are_thin_below_32(rank, kind):
     assert kinds(lora(rank), tokens_in()) == {"base": "fp8", "down": kind, "up": kind}
+    assert decisions(NanoGPT(vocabulary=rank), sentence(rank))["lm_head"]["output"] == ("thin" if kind == "thin" else "head")
 
 
 # -- the order of things: rules, then structure

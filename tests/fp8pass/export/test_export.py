@@ -218,14 +218,19 @@ def test_fp8_keeps_ragged_blocks(tmp_path):
     assert dict(state_dict_fp8(compiled, "fp8"))["1.weight_scale_inv"].dtype is torch.float8_e8m0fnu
 
 
-def test_names_that_would_match_others_are_anchored():
+def test_names_and_groups_of_configs():
     deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
     model = Net(lambda m, t: m.deep["fc"](m.fc(F.one_hot(t, 96).float())), fc=nn.Linear(96, 128), deep=deep)
     _, compiled, _ = trained("blockwise", model)
     assert planned(compiled, "fp8").config["modules_to_not_convert"] == ["^fc$"]
+    _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
+    contents = planned(compiled, "compressed-tensors")
+    groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
+    assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
+    assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
 
 
-def test_static_scales_need_a_step():
+def test_scales_of_delayed_scaling():
     compiled, tokens = fp8_compile(chain(256, 128), "delayed", backend="aot_eager"), torch.randint(0, 64, (2, 16))
     with torch.no_grad():
         compiled(tokens)
@@ -233,10 +238,7 @@ def test_static_scales_need_a_step():
         state_dict_fp8(compiled)
     compiled(tokens).sum().backward()
     assert "1.input_scale" in dict(state_dict_fp8(compiled))
-
-
-def test_weights_without_a_history_keep_the_margin():
-    """Exchanged weights take their scales from themselves, with the headroom that the recipe asks for."""
+    # Exchanged weights take their scales from themselves, with the headroom that the recipe asks for.
     model, compiled, tokens = trained(DelayedScaling(margin=2))
     state(compiled).forget_weights()
     exported = dict(state_dict_fp8(compiled))
@@ -316,14 +318,6 @@ def test_experts_of_any_model():
         assert tuple(exported["up_scale"].shape) == shape
         assert torch.equal(exported["up"].view(torch.uint8), gemms[0].b.view(torch.uint8)[:, :96, :64])
         assert torch.equal(exported["up_scale"].flatten(), gemms[0].scale_b.flatten())
-
-
-def test_mixed_recipes():
-    _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
-    contents = planned(compiled, "compressed-tensors")
-    groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
-    assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
-    assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
 
 
 def test_mixed_recipes_of_a_model_that_transformers_loads(tmp_path):
