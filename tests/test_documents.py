@@ -122,6 +122,12 @@ def test_a_skipped_block_says_why(tmp_path):
     assert run_page(path) == ["needs no_such_module"]
 
 
+def test_tests_that_pages_name_exist():
+    named = [(page, *found) for page in PAGES for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())]
+    assert named
+    assert not [found for found in named if f"def {found[2]}(" not in (ROOT / found[1]).read_text()]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.zoo
 def test_the_printed_estimate_is_that_of_the_command():

@@ -3,8 +3,9 @@
 NOTE [dry passes] torch's `PipelineStage` infers the shapes of what stages send each other, unless they are given. It runs the
 stage on memory without content and, in torch 2.13, differentiates it, at the first step of a schedule and whenever the schedule
 changes between training and evaluation. A schedule's `eval` runs stages with gradients, though no backward follows. Nothing of
-such a pass is recorded, measured or counted as a step. Its forward is recognized by the methods on the stack that called it;
-its backward writes to the scratch memory that the forward chose.
+such a pass is recorded, measured or counted as a step. Micro-batches, and nothing else, run within the public methods
+`forward_one_chunk` and `backward_one_chunk` of a stage: what a stage runs outside of them is such a pass. Its backward writes
+to the scratch memory that its forward chose.
 
 NOTE [shared boundaries] Each compiled module has a session, whose step ends when its own next forward begins. Where that of one
 module begins, the steps of others are over, too, if nothing can come that belongs to them: their backwards have run, without a
@@ -43,8 +44,8 @@ MAX_UPDATES = 4
 MAX_FORWARDS = 1024
 
 _STAGE = "torch.distributed.pipelining.stage"
-#: Methods of `PipelineStage` that run the stage on tensors without content: in torch 2.13, and before.
-_DRY = frozenset(("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference"))
+#: Methods of `PipelineStage` that run a micro-batch.
+_CHUNKS = frozenset(("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"))
 
 
 class StepClock:
@@ -176,7 +177,7 @@ class ManualSteps:
 def is_dry() -> bool:
     """True if what is called now is part of a dry pass. Costs nothing in a program without pipelines."""
     method, stage = _stage_that_runs()
-    return method in _DRY or (stage is not None and not stage.has_backward)
+    return stage is not None and (method not in _CHUNKS or not stage.has_backward)
 
 
 def stage_on_stack() -> Any:
@@ -185,17 +186,18 @@ def stage_on_stack() -> Any:
 
 
 def _stage_that_runs() -> tuple[str, Any]:
-    """The method that runs a stage, and the stage."""
+    """The method that runs a stage, that of micro-batches if there is one, and the stage."""
     pipelines = sys.modules.get(_STAGE)
     frame: FrameType | None = None if pipelines is None else sys._getframe(1)
-    while frame is not None:
-        method = frame.f_code.co_name
-        if method in _DRY or method == "forward_one_chunk":
+    running: tuple[str, Any] = ("", None)
+    while frame is not None and running[0] not in _CHUNKS:
+        code = frame.f_code
+        if code.co_name in _CHUNKS or code.co_filename == pipelines.__file__:  # type: ignore[union-attr]
             found = frame.f_locals.get("self")
             if isinstance(found, pipelines._PipelineStageBase):  # type: ignore[union-attr]
-                return method, found
+                running = code.co_name, found
         frame = frame.f_back
-    return "", None
+    return running
 
 
 # -- the boundaries of modules that are compiled one by one: NOTE [shared boundaries]

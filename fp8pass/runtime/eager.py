@@ -113,7 +113,11 @@ class EagerRuns:
         self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}  # Instances of a call -> the modules that none reads.
         self._num_calls: dict[frozenset[int], int] = {}  # The number of such calls that were followed by another one.
         self._last: frozenset[int] | None = None
-        self.is_settled = False  # True if graphs of the last call read each module that multiplies, or it is known as eager.
+        self._next: dict[frozenset[int], frozenset[int]] = {}
+        """A kind of call -> the other kind that followed it last, as an evaluation follows a step of training."""
+        self.is_settled = False
+        """True if nothing is to be watched in the next call: the graphs of the last one read each module that multiplies, or it
+        is known to run eagerly."""
         self._num_limits = num_limits_reached()
 
     def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:
@@ -137,9 +141,11 @@ class EagerRuns:
         watched: Sequence[Watched] = ()
         if self._last is None:
             watched = self.candidates(root, is_part)
-        elif not is_part and (missing := self._missing.get(self._last)):
-            count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
-            watched = missing if count <= WATCHED_CALLS or not count & (count - 1) else ()
+        elif not is_part:
+            if missing := self._missing.get(self._last):
+                count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
+                watched = missing if count <= WATCHED_CALLS or not count & (count - 1) else ()
+            watched = list(dict((*watched, *self._of_the_next_kind(self._last))).items())
         if watched and not _may_watch():
             return None
         _listen()
@@ -179,17 +185,25 @@ class EagerRuns:
             if len(self._missing) >= _MAX_KINDS:
                 self._missing.clear()
                 self._num_calls.clear()
+                self._next.clear()
             missing = tuple(held for held in self.candidates(root, call.is_part) if held[0] not in read)
             self._missing[key] = () if call.is_part else missing
             found = {**self._at_limit([path for path, _ in missing], call.graphs), **found}
-        self._last, self.is_settled = key, not self._missing[key]
+        if self._last is not None and self._last != key:
+            self._next[self._last] = key
+        self._last = key
         new = [path for path in found if path not in self.found]
         self.found.update((path, found[path]) for path in new)
         if new:  # who is known is not watched any more
             left = {k: tuple(held for held in v if held[0] not in self.found) for k, v in self._missing.items()}
             self._missing = left
-            self.is_settled = not left[key]
+        self.is_settled = not self._missing[key] and not self._of_the_next_kind(key)
         return new
+
+    def _of_the_next_kind(self, last: frozenset[int]) -> tuple[Watched, ...]:
+        """The modules that no graph reads in the other kind of call that may follow one of this kind, in its first calls."""
+        kind = self._next.get(last)
+        return () if kind is None or self._num_calls.get(kind, 0) >= WATCHED_CALLS else self._missing.get(kind, ())
 
     def read_by(self, graphs: Iterable[int]) -> frozenset[str]:
         """The modules whose Parameters these instances read."""

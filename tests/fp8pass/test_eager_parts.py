@@ -229,6 +229,40 @@ def test_a_part_at_the_recompile_limit_is_said_in_the_call_that_reaches_it():
     assert rows[1].m == 16
 
 
+class TwoWays(nn.Module):
+    """Training and evaluation reach `b` in frames of their own, behind breaks of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, times=""):
+        h = self.a(x)
+        if self.training:
+            torch._dynamo.graph_break()
+            return self.b(h)
+        torch._dynamo.graph_break()
+        return self.b(h) * len(times)
+
+
+def test_what_is_eager_in_each_second_call_alone_is_said():
+    """In the other ones the module runs in FP8, and its frame there is not at the limit."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model := TwoWays(), "current", backend="aot_eager", select="all")
+    x = torch.randn(32, 64)
+    with warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=2):
+        warnings.simplefilter("always", Fp8FallbackWarning)
+        for i in range(1, 7):
+            model.train()
+            compiled(x).sum().backward()
+            with torch.no_grad():
+                model.eval()
+                compiled(x, "x" * i)
+    assert list(inspect(compiled).ran_eagerly) == ["b"]
+    (text,) = [str(w.message) for w in said if issubclass(w.category, Fp8FallbackWarning)]
+    assert "1 module runs eagerly" in text
+
+
 def test_a_second_model_meets_the_limit_of_the_first_ones_code():
     first, second = Behind(), Behind()
     one, two = make(first), make(second)

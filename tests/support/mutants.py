@@ -124,6 +124,8 @@ MUTANTS: list[Mutant] = [
         ("a repeated run takes today's scales", "            if scales is not None:\n", "            if False:\n")),
     *_of("scales/stores.py", "distributed/test_pipeline.py -k trace",
         ("a dry pass records gradients", "scratch if records is Records.NOTHING else window.amax", "window.amax")),
+    *_of("runtime/clock.py", "distributed/test_pipeline.py -k trace",
+        ("passes that find out shapes record", "(method not in _CHUNKS or not stage.has_backward)", "not stage.has_backward")),
     *_of("scales/stores.py", _FIRST,
         ("gradients alone never start", "s.marked(s.scale if remembered is None else remembered[s])", "s.marked(s.scale)"),
         survives="scales differ only if step() is called between a checkpointed forward and its backward, in the one step in which" " gradients alone have no history"),
