@@ -68,8 +68,13 @@ def add_options(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = listed()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names, ids = listed(), {item.nodeid for item in items}
+    files = {name.partition("::")[0] for name in ids}
+    missing = {name for name in names if not (LIST.parent.parent / name.partition("::")[0]).exists()}
+    unknown = sorted(missing | {name for name in names - ids - files if name.partition("::")[0] in files})
+    if unknown and not any("::" in arg for arg in config.args):  # each file is collected whole
+        raise pytest.UsageError(f"{LIST.name} lists cases that do not exist: {', '.join(unknown)}")
     for item in items:
         if item.nodeid in names or item.nodeid.partition("::")[0] in names:
             item.add_marker("exhaustive")
