@@ -135,22 +135,6 @@ def test_hooks_around_checkpointing_and_within(use_reentrant, measured):
     assert same(run(contextlib.nullcontext, call=within, **options), unhooked(call=call, **options))
 
 
-def test_hooks_with_a_step_by_hand_between_forward_and_backward():
-    """The backward's amaxes belong to the next step then, with hooks or without."""
-
-    def train(context):
-        _, compiled = fp8_mlp(DELAYED, step="manual")
-        for _ in range(3):
-            with context():
-                out = compiled(torch.randn(32, 64))
-            state(compiled).step()
-            out.square().mean().backward()
-        state(compiled).step()
-        return state(compiled).state_dict()
-
-    assert same(train(save_on_cpu), train(contextlib.nullcontext))
-
-
 def test_a_hook_that_raises_leaves_the_model_usable():
     def refuse(tensor):
         raise ValueError("no room")

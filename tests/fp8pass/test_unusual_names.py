@@ -43,7 +43,7 @@ def assert_named(text):
     assert [name for name in NAMES if name not in whole] == []
 
 
-def test_tables_pages_comparisons_suggestions_and_estimates_name_them(monkeypatch, tmp_path):
+def test_tables_and_pages_name_them(monkeypatch, tmp_path):
     compiled, watching = train()
     for columns in ("160", "80"):
         monkeypatch.setenv("COLUMNS", columns)
@@ -57,6 +57,9 @@ def test_tables_pages_comparisons_suggestions_and_estimates_name_them(monkeypatc
     inspect(compiled).to_html(tmp_path / "page.html")
     assert_named(html.unescape((tmp_path / "page.html").read_text()))
     assert set(state(compiled).tensors) == {f"{name}:{kind}" for name in NAMES for kind in ("input", "weight", "grad_output")}
+
+
+def test_comparisons_suggestions_and_estimates_name_them():
     assert_named(str(diff(inspect(train(recipe="current")[0]), inspect(train(recipe="blockwise")[0]))))
     assert_named(str(suggest_rules(Chain(), lambda m: m(torch.randn(32, 64)).square().mean(), "current", 0.5)))
     assert_named(str(estimate(Chain(), torch.randn(32, 64))))

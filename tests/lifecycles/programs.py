@@ -32,28 +32,6 @@ LONG = range(STEPS + 4)
 #: The loop that everything else is a variation of, with an evaluation after each step.
 loop("plain", mlp, recipes=ALL_RECIPES, options=ALL, after=lambda run: look(run, 100 + run.step), scales=True)
 
-given = {"recipes": ("short", "delayed", "one"), "options": ("cache",), "scales": True}
-loop("evaluated_first", mlp, **given, before=lambda run: [look(run, i) for i in range(12) if run.step == 0])
-
-
-def _zero():
-    """A weight that starts at 0, as LoRA's second one does, and a branch whose gradient is 0 for as long."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    nn.init.zeros_(model[1].weight)
-    model[1].weight.requires_grad_(False)
-    return model
-
-
-def _leave_zero(run):
-    if run.step == 7:
-        run.model[1].weight.data.copy_(1e-3 * torch.eye(WIDTH))
-
-
-loop("zero_for_some_steps", _zero, options=("manual",), before=_leave_zero, steps=LONG, scales=True)
-# An infinity damages no history, not even an empty one. Without a step of the optimizer it does not stay.
-infinite = {"batch_of": lambda run, i: batch(i).index_fill(0, torch.tensor([0]), torch.inf if i in (0, 4) else 1.0), "lr": 0.0}
-loop("infinite_in_some_steps", mlp, options=("manual",), **infinite, scales=True)
-
 # -- teachers, averages, weights that are exchanged
 
 
@@ -663,36 +641,6 @@ def exception_in_backward(fp8):
     _interrupted(fp8, in_backward=True)
 
 
-@program(recipes=("short", "current"))
-def keyboard_interrupt_in_backward(fp8):
-    _interrupted(fp8, in_backward=True, error=KeyboardInterrupt)
-
-
-@program(recipes=("short", "current"))
-def modes_of_autograd(fp8):
-    with torch.autograd.detect_anomaly(check_nan=True):
-        train(fp8, mlp(), steps=range(2))
-    torch.use_deterministic_algorithms(True)
-    try:
-        train(fp8, mlp(), steps=range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@program(recipes=("current",))
-def mutated_and_aliased_inputs(fp8):
-    model = mlp()
-
-    def call(x, y):
-        x.add_(1)
-        return model(x) + y.flip(0), x.view(-1)
-
-    x = batch(0)
-    out, view = fp8.compile(call)(x, x)
-    assert view.data_ptr() == x.data_ptr()
-    fp8.note(out=out, x=x)
-
-
 @program(options=("save", "recompute", "manual"))
 def retained_graph(fp8):
     """Two backwards through one forward."""
@@ -858,3 +806,71 @@ loop("hypernetwork", _Hyper, recipes=("short", "rowwise"), steps=range(4))
 loop("recurrent_cell", _Cell, recipes=("current", "mxfp8"), steps=range(4))
 square = {"loss": lambda run, out, x: out.square().mean()}
 loop("forced_weight_balance", _Normalized, recipes=("current",), steps=range(4), **square)
+
+# -- first steps, boundaries, interrupts
+
+given = {"recipes": ("short", "delayed", "one"), "scales": True}
+loop("evaluated_first", mlp, **given, before=lambda run: [look(run, i) for i in range(12) if run.step == 0])
+
+
+def _zero():
+    """A weight that starts at 0, as LoRA's second one does, and a branch whose gradient is 0 for as long."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    nn.init.zeros_(model[1].weight)
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+def _leave_zero(run):
+    if run.step == 7:
+        run.model[1].weight.data.copy_(1e-3 * torch.eye(WIDTH))
+
+
+zero = {"recipes": ("recent", "current", "rowwise_with_gw_hp"), "steps": LONG, "scales": True}
+loop("zero_for_some_steps", _zero, **zero, before=_leave_zero)
+# An infinity damages no history, not even an empty one. Without a step of the optimizer it does not stay.
+infinite = {"batch_of": lambda run, i: batch(i).index_fill(0, torch.tensor([0]), torch.inf if i in (0, 4) else 1.0), "lr": 0.0}
+loop("infinite_in_some_steps", mlp, recipes=("one", "current", "mxfp8"), **infinite, scales=True)
+
+
+def _end_step_before_backward(run, x):
+    """With manual steps, the boundary between forward and backward, behind which scales are others."""
+    out = run.call(x)
+    run.fp8.end_step(run.call)
+    return out
+
+
+ended = {"through": _end_step_before_backward, "ends": (), "options": ("manual",), "scales": True}
+for around in (contextlib.nullcontext, _cloned):
+    name = "backward_behind_a_boundary" + "_and_hooks" * (around is _cloned)
+    loop(name, mlp, recipes=("short", "recent", "current"), around=around, **ended)
+
+
+@program(recipes=("short", "current"))
+def keyboard_interrupt_in_backward(fp8):
+    _interrupted(fp8, in_backward=True, error=KeyboardInterrupt)
+
+
+@program(recipes=("short", "current"))
+def modes_of_autograd(fp8):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        train(fp8, mlp(), steps=range(2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(fp8, mlp(), steps=range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@program(recipes=("current",))
+def mutated_and_aliased_inputs(fp8):
+    model = mlp()
+
+    def call(x, y):
+        x.add_(1)
+        return model(x) + y.flip(0), x.view(-1)
+
+    x = batch(0)
+    out, view = fp8.compile(call)(x, x)
+    assert view.data_ptr() == x.data_ptr()
+    fp8.note(out=out, x=x)
