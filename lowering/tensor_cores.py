@@ -165,7 +165,7 @@ def _of_rows(product: LineProduct) -> Compute:
         return by_torch
     if product.scale_inv_a.numel() == product.scale_inv_b.numel() == 1:
         return _of_tensors(product)
-    one = torch.ones((), device="meta")
+    one = torch.ones((), dtype=torch.float32, device="meta")
     multiply = _of_tensors(dataclasses.replace(product, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32))
 
     def afterwards(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:

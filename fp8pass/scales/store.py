@@ -48,7 +48,7 @@ class Buffers:
     @classmethod
     def new(cls, length: int, entries: int, device: torch.device) -> Buffers:
         """Buffers in their initial state."""
-        zeros, ones = (functools.partial(f, device=device) for f in (torch.zeros, torch.ones))
+        zeros, ones = (functools.partial(f, dtype=torch.float32, device=device) for f in (torch.zeros, torch.ones))
         count = zeros(entries, dtype=torch.int32)
         return cls(zeros(length, entries), ones(entries), ones(entries), count, zeros(entries))
 

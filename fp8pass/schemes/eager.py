@@ -111,7 +111,7 @@ def example(kind: CastKind, shape: tuple[int, ...]) -> Made:
     """Fake tensors of the shapes, strides and dtypes that `quantize` makes of one weight."""
     with FakeTensorMode(), torch.no_grad():
         weight = torch.empty(shape, dtype=kind.dtype, device=kind.device)
-        scale = torch.empty(shape[0] if len(shape) == 3 else 1, device=kind.device)
+        scale = torch.empty(shape[0] if len(shape) == 3 else 1, dtype=torch.float32, device=kind.device)
         (made,) = _quantize(kind, [weight], (scale, scale) if kind.quantization.has_state else None)
         return _made(kind, made)
 
@@ -219,7 +219,7 @@ def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: K
         return x.float()
     matrix = x.reshape(-1, x.shape[-1]).contiguous()
     cast = CastKind(recipe, quantization, (ROWWISE,), x.dtype, x.device, is_first=True)
-    (made,) = quantize(cast, [matrix], torch.zeros(1, device=x.device) if quantization.has_state else None)
+    (made,) = quantize(cast, [matrix], torch.zeros(1, dtype=torch.float32, device=x.device) if quantization.has_state else None)
     data, scales = bytes_and_scales(quantization, ROWWISE, made.data[0], made.scale_inv[0], tuple(matrix.shape))
     return (data.float() * scales).reshape(x.shape)
 

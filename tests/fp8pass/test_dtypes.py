@@ -115,6 +115,18 @@ def test_a_float64_island_stays_alone():
     assert {(g.module, g.quantized) for g in inspect(compiled).gemms} == {("inner", True), ("head", False)}
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_default_dtype_of_torch_is_not_that_of_scales(recipe):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        compiled = fp8_compile(mlp(64, 96, 64), recipe, backend="aot_eager", weight_copies="cache")
+        for _ in range(3):
+            compiled(torch.randn(32, 64)).square().mean().backward()
+        assert all(value.dtype != torch.bfloat16 for value in state(compiled).state_dict().values())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def make(dtype, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 

@@ -377,7 +377,7 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
         yield Entry(piece.name, E4M3, (*batch, rows, columns))
         yield Entry.of(scale_name, scale)
         if s.weight.input_scale is not None:
-            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), device="meta")))
+            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), dtype=torch.float32, device="meta")))
 
 
 def _tensors(s: Stored, fmt: CheckpointFormat, gather: Gather) -> Made:

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -353,7 +354,8 @@ def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> La
     """The held tensors under other names."""
 
     def make(gather: Gather) -> Made:
-        return ((entry.name, torch.full(entry.shape, held[name].item())) for name, entry in renamed.items())
+        full = functools.partial(torch.full, dtype=torch.float32)
+        return ((entry.name, full(entry.shape, held[name].item())) for name, entry in renamed.items())
 
     return Layer(TRANSFORMERS_SCALES, tuple(renamed.values()), make, ())
 

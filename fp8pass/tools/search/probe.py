@@ -578,7 +578,8 @@ def average(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | Non
         if known is None:
             found.append(None)
             continue
-        total = torch.zeros(known[0], device=device) if g is None else g.detach().to(torch.float32, copy=True)
+        none = torch.zeros(known[0], dtype=torch.float32, device=device)
+        total = none if g is None else g.detach().to(torch.float32, copy=True)
         dist.all_reduce(total)
         found.append((total / num_ranks()).to(known[1]))
     return found
