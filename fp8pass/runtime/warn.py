@@ -113,9 +113,10 @@ def _check(session: Session) -> None:
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
     if session.seen.went_backward:
         decided: list[Decided] = [*gemms, *saved_of_session(session)]
-        remarks = [remark_on(rule, session.rules.rules, decided) for rule in _to_tell(session.rules.rules, decided)]
+        trains = any(graph.trains for graph in session.graphs)  # not where new rules have met evaluations alone
+        remarks = [remark_on(rule, session.rules.rules, decided) for rule in _to_tell(session.rules.rules, decided, trains)]
         for step, later in session.options.later_rules:
-            found = [remark_on(rule, later.rules, decided) for rule in _to_tell(later.rules, decided)]
+            found = [remark_on(rule, later.rules, decided) for rule in _to_tell(later.rules, decided, trains)]
             remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
@@ -264,12 +265,13 @@ def _kind(gemm: Decided) -> str:
     return (gemm.reason or "").partition(":")[0]
 
 
-def _to_tell(rules: Sequence[Rule], gemms: Sequence[Decided]) -> list[Rule]:
+def _to_tell(rules: Sequence[Rule], gemms: Sequence[Decided], trains: bool) -> list[Rule]:
     """The rules without effect that a warning is due for: not for high precision of what is in high precision anyway, nor where
-    the warning is that nothing runs in FP8."""
+    the warning is that nothing runs in FP8, nor for roles of a backward where no graph trains."""
     matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None}
     is_told = not any(g.quantized for g in gemms)
-    return [r for r in unmatched(rules, gemms) if r.pattern not in matched or not (r.recipe is None or is_told)]
+    met = [r for r in unmatched(rules, gemms) if trains or r.role in (None, "output")]
+    return [r for r in met if r.pattern not in matched or not (r.recipe is None or is_told)]
 
 
 def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided]) -> str:

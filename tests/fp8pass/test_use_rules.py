@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -325,4 +326,15 @@ def test_a_state_without_a_number_of_steps_does_not_fit_a_schedule():
 def test_a_rule_of_the_schedule_that_matches_nothing_is_said_at_the_start():
     run = Run(recipe=Float8CurrentScaling(), schedule={100: {"2.up": None}})
     with pytest.warns(UserWarning, match=r"schedule at step 100: The rule '2.up' has matched no GEMM"):
+        run.train(1)
+
+
+def test_rules_of_the_backward_are_judged_in_training_not_by_an_evaluation():
+    run = Run()
+    run.train(1)
+    use_rules(run.compiled, {"*:grad_weight": None, "1.up:grad_input": None, "2.up:grad_input": None})
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        run.compiled(batch(0))
+    with pytest.warns(UserWarning, match=r"The rule '2.up:grad_input' has matched no GEMM"):
         run.train(1)
