@@ -552,26 +552,29 @@ def left_eager(code: CodeType) -> str | None:
 
 
 def why_eager() -> tuple[str, bool, str]:
-    """Why the caller runs eagerly within a compiled model, if the user means it to, and "file:line" of the user's code."""
+    """Why the caller runs eagerly within a compiled model, if the user means it to, and "file:line" of the user's code. What a
+    frame at its limit calls runs eagerly because of it, whatever Dynamo met there in other calls."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
+    reason = ""
     while frame is not None and not _begins_call(frame):
         code = frame.f_code
-        if (meant := _disabled(frame)) is not None:
+        if not reason and (meant := _disabled(frame)) is not None:
             return meant, True, _line(innermost)
         if not code.co_filename.startswith((_TORCH, _OWN)):
             innermost = innermost or frame
             name, owner = frame.f_code.co_name, frame.f_locals.get("self")
             held = frame.f_globals.get(name) if owner is None else getattr(type(owner), name, None)
-            if getattr(held, "__code__", None) is frame.f_code and bool(getattr(held, "_torchdynamo_disable", False)):
+            is_disabled = getattr(held, "__code__", None) is frame.f_code and bool(getattr(held, "_torchdynamo_disable", False))
+            if is_disabled and not reason:
                 return f"torch.compiler.disable(recursive=False) on {named(code)}", True, _line(innermost)
-            if (left := left_eager(code)) is not None:
-                return left, False, _line(innermost)
             if is_at_limit(code):
                 return limit_reason(code), False, _line(innermost)
-            if _key(code) in _breaks:
-                return "graph break: in {}: {}".format(*_breaks[_key(code)]), False, _line(innermost)
+            if not reason and _key(code) in _breaks:
+                reason = left_eager(code) or "graph break: in {}: {}".format(*_breaks[_key(code)])
         frame = frame.f_back
+    if reason:
+        return reason, False, _line(innermost)
     place = "code that Dynamo does not trace" if innermost is None else named(innermost.f_code)
     return f"graph break: Dynamo left {place} eager (TORCH_LOGS=graph_breaks shows details)", False, _line(innermost)
 

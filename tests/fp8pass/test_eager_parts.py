@@ -229,6 +229,38 @@ def test_a_part_at_the_recompile_limit_is_said_in_the_call_that_reaches_it():
     assert rows[1].m == 16
 
 
+class Around(nn.Module):
+    """`inner` is left eager in the first call alone; in others it is in the graph of `forward`, until that is at its limit."""
+
+    turn = 0
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.tail, self.block = nn.Linear(64, 64), Block(), Block()
+
+    def inner(self, x):
+        for _ in range(1 if self.turn == 0 else 0):
+            x = x + 1
+            torch._dynamo.graph_break()
+        return self.block(self.tail(x)[self.turn :])
+
+    def forward(self, x):
+        return self.inner(self.before(x) * (1 + self.turn))
+
+
+def test_the_limit_of_a_frame_is_the_cause_of_what_it_calls():
+    compiled = make(model := Around())
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for model.turn in range(3):
+            assert said_in(compiled, 1) == []
+        model.turn = 3
+        said = [text for _ in range(2) for text in said_in(compiled, 1)]
+    assert all("recompile limit" in text and "graph break" not in text for text in said)
+    reasons = inspect(compiled).ran_eagerly
+    assert reasons.keys() == {"before", "block.up"}
+    assert {reason.partition(":")[0] for reason in reasons.values()} == {"recompile limit"}
+
+
 class TwoWays(nn.Module):
     """Training and evaluation reach `b` in frames of their own, behind breaks of their own."""
 
