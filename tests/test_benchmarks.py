@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from benchmarks import (  # fmt: skip
-    accuracy,
     casts,
     common,
     compile_time,
@@ -278,7 +277,9 @@ def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
 
 
 def test_accuracy_keeps_rows_of_earlier_runs(tmp_path, monkeypatch):
-    pytest.importorskip("rich")
+    pytest.importorskip("rich")  # of the example whose model it trains
+    from benchmarks import accuracy
+
     break_recipe(accuracy, monkeypatch, "current")
     monkeypatch.setattr(accuracy, "_SIZES", {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 2})
     for seed in ("0", "1"):
