@@ -578,8 +578,10 @@ def average(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | Non
         if known is None:
             found.append(None)
             continue
-        none = torch.zeros(known[0], dtype=torch.float32, device=device)
-        total = none if g is None else g.detach().to(torch.float32, copy=True)
+        if g is None:
+            total = torch.zeros(known[0], dtype=torch.float32, device=device)
+        else:
+            total = g.detach().to(torch.float32, copy=True)
         dist.all_reduce(total)
         found.append((total / num_ranks()).to(known[1]))
     return found
