@@ -183,8 +183,8 @@ def _of_many_groups() -> Iterator[tuple[str, Call]]:
 
 def others() -> Iterator[tuple[str, Call]]:
     """Of scales, of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
-    from lowering.grouped.kernels import columns as rows
-    from lowering.grouped.kernels import gemm
+    from lowering.grouped import column_kernels as rows
+    from lowering.grouped import gemm_kernels as gemm
 
     for algo, has_counts, of_one in itertools.product(("max", "most_recent"), (False, True), (False, True)):
         yield f"update_scales {algo}{' counted' * has_counts}{' of one' * of_one}", _state(algo, has_counts, of_one)
@@ -333,7 +333,7 @@ def _options(pair: Any, out_dtype: torch.dtype, fast_accum: bool) -> dict[str, A
 
 
 def _grouped(what: str, sizes: tuple[int, ...], given: GroupedGemm) -> tuple[str, Call]:
-    from lowering.grouped.kernels.gemm import scaled_grouped_mm
+    from lowering.grouped.gemm_kernels import scaled_grouped_mm
 
     of = _in_words(given.granularities, (given.a.dtype, given.b.dtype), given.out_dtype, given.bias is not None)
     fast = " fast" if given.fast_accum else ""

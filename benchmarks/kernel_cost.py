@@ -328,7 +328,7 @@ _SECTOR = 32
 def _launch(form: str, of_a: Granularity, of_b: Granularity, dtype: torch.dtype, fast_accum: bool) -> Launch:
     """Of a linear with 8192 rows, or of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each."""
     from lowering.blockwise.kernels import scaled_mm_blockwise
-    from lowering.grouped.kernels.gemm import scaled_grouped_mm
+    from lowering.grouped.gemm_kernels import scaled_grouped_mm
 
     options: dict[str, Any] = {"granularity_a": of_a.value, "granularity_b": of_b.value, "out_dtype": torch.bfloat16}
     if form == "dense":

@@ -22,7 +22,7 @@ from fp8pass.recipes import (
     Format,
     MXFP8BlockScaling,
 )
-from fp8pass.tools.search import last_blocks, suggest_rules
+from fp8pass.tools.suggest import last_blocks, suggest_rules
 
 __version__ = "0.1.0"
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.rules import Select
     from fp8pass.runtime.session import Part
     from fp8pass.scales.view import Fp8State
+    from fp8pass.tools.diff import Difference
     from fp8pass.tools.estimation import Estimation
     from fp8pass.tools.export.folder import ExportReport
     from fp8pass.tools.export.formats import FormatName
     from fp8pass.tools.external_graphs import RewrittenGraph
     from fp8pass.tools.inspection import Inspection
-    from fp8pass.tools.inspection.diff import Difference
     from fp8pass.tools.monitoring import Monitor
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -217,7 +217,7 @@ def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str
     Raises:
         OptionError: an argument is neither, or has no GEMMs because the model had not run.
     """
-    from fp8pass.tools.inspection.diff import compare
+    from fp8pass.tools.diff import compare
 
     return compare(before, after)
 

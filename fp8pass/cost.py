@@ -29,7 +29,7 @@ from lowering.paths import GemmPath
 _CUDA = (13, 0)
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
-#: Tiles of Triton GEMMs (lowering/grouped/kernels/gemm.py); the wide one is for one scale per tensor with fast accumulation.
+#: Tiles of Triton GEMMs (lowering/grouped/gemm_kernels.py); the wide one is for one scale per tensor with fast accumulation.
 _TRITON_TILES, _TRITON_WIDE = ((128, 128), (64, 128)), (128, 256)
 #: Share of one GEMM's rate that CUTLASS's GEMMs of groups have: in bfloat16, and in FP8 with scales of rows. Measured on an
 #: H100, torchao's pull request 2490: 16 groups of 512 rows on average, K 5120, N 8192.

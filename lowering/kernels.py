@@ -21,7 +21,7 @@ import triton.language as tl
 
 from lowering import other_ops, statistics
 from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
-from lowering.grouped.kernels.columns import amax_columns_kernel, map_of_rows
+from lowering.grouped.column_kernels import amax_columns_kernel, map_of_rows
 from lowering.grouped.reference import valid_rows
 from lowering.mxfp8.kernels import e8m0_code, factor_of
 from lowering.rowwise.kernels import amax_rowwise

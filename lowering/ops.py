@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from lowering import state
 from lowering.blockwise import gemm as blocks_gemm
 from lowering.blockwise import reference as blocks
 from lowering.blockwise import saved
@@ -27,7 +28,6 @@ from lowering.mxfp8 import gemm as mx_gemm
 from lowering.mxfp8 import reference as mx
 from lowering.operation import Operation, operation
 from lowering.rowwise import reference as rows
-from lowering.state import reference as state
 from lowering.tensorwise import reference as tensors
 from lowering.triton.trial import Arguments, tried
 
@@ -292,7 +292,7 @@ def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: t
 group_columns = _registered(
     groups.group_columns,
     lambda q, offs, index, align: _columns(q, offs, index, align, q.dtype),
-    "grouped.kernels.columns",
+    "grouped.column_kernels",
     checks=[groups.check_columns],
 )
 
@@ -315,20 +315,20 @@ def _cast_columns(
     )
 
 
-cast_columns = _registered(groups.cast_columns, _cast_columns, "grouped.kernels.columns", checks=[groups.check_cast_columns])
+cast_columns = _registered(groups.cast_columns, _cast_columns, "grouped.column_kernels", checks=[groups.check_cast_columns])
 
 # -- the state of delayed scaling
 
 load_scales = _registered(
-    state.load_scales, lambda scale, count: (scale.new_empty((count,)), scale.new_empty((count,))), "state.kernels"
+    state.load_scales, lambda scale, count: (scale.new_empty((count,)), scale.new_empty((count,))), "state_kernels"
 )
 
 take = _registered(state.take, lambda x, index: x.new_empty((len(index),)))
 
-record_amax = _registered(state.record_amax, None, "state.kernels", mutates=["amax"], indexed=["observed"])
+record_amax = _registered(state.record_amax, None, "state_kernels", mutates=["amax"], indexed=["observed"])
 
 update_scales = operation(
     state.update_scales, mutates=["amax_history", "scale", "num_non_finite"], checks=[state.check_algo, state.check_history]
 )
 update_scales.provider(lambda device: device.type == "cpu")(state.update_scales_on_cpu)
-update_scales.lazy_provider(runs_kernels, "lowering.state.kernels")
+update_scales.lazy_provider(runs_kernels, "lowering.state_kernels")

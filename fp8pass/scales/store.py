@@ -15,8 +15,8 @@ import torch
 
 from fp8pass.errors import InvariantError, RecipeError, UnknownTensorError, nearest
 from fp8pass.recipes import DelayedScaling
+from lowering import state as reference
 from lowering import update_scales
-from lowering.state import reference
 
 _SMALLEST = 64
 #: The number of groups of tensors whose columns are kept: a model has a few that are read together.

@@ -102,7 +102,7 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
 
 
 def _rows(given: GroupedGemm) -> torch.Tensor:
-    from lowering.grouped.kernels import columns as kernels  # imports Triton
+    from lowering.grouped import column_kernels as kernels  # imports Triton
 
     assert given.offs is not None
     rows, a, scale_inv_a, indices = kernels.padded_rows(given.a, given.scale_inv_a, given.offs)

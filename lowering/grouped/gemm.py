@@ -60,7 +60,7 @@ def chosen(given: GroupedGemm) -> str:
 
 def prepared(name: str, given: GroupedGemm) -> Compute:
     """The function that computes products like this one, by Triton, or by a library that does not refuse them."""
-    from lowering.grouped.kernels import gemm as kernel  # imports Triton
+    from lowering.grouped import gemm_kernels as kernel  # imports Triton
 
     if name == "triton":
         return kernel.prepare(given)

@@ -18,7 +18,7 @@ import fp8pass
 import fp8pass.rewrite.runner
 import fp8pass.runtime.backend
 import fp8pass.scales.view
-import fp8pass.tools.inspection.report
+import fp8pass.tools.inspection
 import fp8pass.tools.monitoring
 import fp8pass.weights.fsdp
 from tests.support import tracing

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from lowering import state as state_reference
 from lowering.formats import E4M3, E5M2
-from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
 from tests.emulation.support import same_bits
 

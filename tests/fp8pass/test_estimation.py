@@ -18,9 +18,9 @@ from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
 from fp8pass.rules import parse_rules
 from fp8pass.runtime.dynamo_graphs import copied
-from fp8pass.tools.estimation import repeats, tracing
-from fp8pass.tools.estimation.repeats import copies_of, kept_positions
-from fp8pass.tools.estimation.report import GemmEstimate, RecipeEstimate
+from fp8pass.tools import estimation, repeats
+from fp8pass.tools.estimation import GemmEstimate, RecipeEstimate
+from fp8pass.tools.repeats import copies_of, kept_positions
 from lowering import hardware
 from tests.support.models import BrokenBlock, LlamaBlock, Net, mlp
 
@@ -70,7 +70,7 @@ def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, 
     model = on_meta(Tower, layers=layers, wide=wide)
     cut = fp8pass.estimate(model, tokens(), recipe=recipe)
     seen = []
-    monkeypatch.setattr(tracing, "cut_repeats", lambda graph: seen.append(len(graph.nodes)) or {})
+    monkeypatch.setattr(estimation, "cut_repeats", lambda graph: seen.append(len(graph.nodes)) or {})
     whole = fp8pass.estimate(model, tokens(), recipe=recipe)
     assert seen
     assert figures(cut) == figures(whole)

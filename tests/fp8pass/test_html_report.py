@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect, monitor, state
-from fp8pass.tools.inspection.page import _thinned
-from fp8pass.tools.inspection.page import page as make_page
-from fp8pass.tools.inspection.picture import layer_of, pictures
+from fp8pass.tools.page import _thinned
+from fp8pass.tools.page import page as make_page
+from fp8pass.tools.picture import layer_of, pictures
 from tests.support.models import LlamaBlock, Stack, mlp
 
 NAUGHTY = '<img src=x onerror="document.title=1">&'

@@ -12,7 +12,7 @@ from torch import nn
 from fp8pass import DelayedScaling, cost, fp8_compile, inspect, use_rules
 from fp8pass.errors import Fp8FallbackWarning
 from fp8pass.integrations.saved import show
-from fp8pass.tools.inspection.report import rows_of
+from fp8pass.tools.inspection import rows_of
 from fp8pass.tools.tables import folded_path
 from lowering import hardware
 from lowering.blockwise import cublaslt

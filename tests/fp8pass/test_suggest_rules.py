@@ -13,8 +13,8 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.tools.search.probe import Rounding, StepPasses, _Saved, product_error
-from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
+from fp8pass.tools.probe import Rounding, StepPasses, _Saved, product_error
+from fp8pass.tools.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.fp8 import rounded
 from tests.support.models import Decoder, mlp

@@ -47,7 +47,7 @@ def scales(kind: Granularity, outer: int, inner: int, groups: int, per_group: bo
 
 
 def check_gemm(a, b, scale_a, scale_b, offs, bias, device, **options) -> None:
-    from lowering.grouped.kernels.gemm import scaled_grouped_mm
+    from lowering.grouped.gemm_kernels import scaled_grouped_mm
 
     given = [None if t is None else t.to(device) for t in (a, b, scale_a, scale_b, offs, bias)]
     with poisoned_memory():
@@ -140,7 +140,7 @@ def stacks(device: str) -> None:
 
 @case
 def rows_of_no_group(device: str) -> None:
-    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+    from lowering.grouped.gemm_kernels import clear_rows_of_no_group
 
     for sizes, dtype in ((ROUTINGS[1], torch.bfloat16), ([3, 4], torch.float32)):
         out = torch.ones(sum(sizes) + TAIL, 1030, dtype=dtype, device=device)
@@ -152,7 +152,7 @@ def rows_of_no_group(device: str) -> None:
 @case
 def rows_at_padded_offsets(device: str) -> None:
     """There and back, with factors and groups; rows that belong to no group, and padding, are left alone."""
-    from lowering.grouped.kernels import columns as kernels
+    from lowering.grouped import column_kernels as kernels
 
     for sizes, k in ((ROUTINGS[0], 160), (ROUTINGS[3], 2064), (ROUTINGS[1], 16)):
         offs, num_rows = offsets(sizes, device), sum(sizes) + TAIL

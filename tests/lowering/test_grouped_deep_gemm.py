@@ -40,7 +40,7 @@ def gradients(**sizes):
 
 def install(monkeypatch, library):
     """On SM90, with the copies of rows in plain torch: the kernels that make them run on GPUs and in Triton's interpreter."""
-    from lowering.grouped.kernels import columns as kernels
+    from lowering.grouped import column_kernels as kernels
 
     def padded_rows(q, scale_inv, offs):
         rows, groups = reference.padded_rows(q, offs, None, 128)
@@ -154,7 +154,7 @@ def computed_by(name, given):
 
 
 def test_rows_of_no_group_become_zeros(library, monkeypatch):
-    from lowering.grouped.kernels import gemm as kernel
+    from lowering.grouped import gemm_kernels as kernel
 
     cleared = []
     monkeypatch.setattr(kernel, "clear_rows_of_no_group", lambda out, offs: cleared.append(offs) or out)

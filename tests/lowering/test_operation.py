@@ -228,7 +228,7 @@ def test_members_of_an_enum_travel_as_values():
 
 
 def test_the_step_boundary_of_the_cpu_is_the_providers():
-    from lowering.state.reference import update_scales_on_cpu
+    from lowering.state import update_scales_on_cpu
 
     assert NAMESPACE.operations["update_scales"].implementation(CPU) is update_scales_on_cpu
 

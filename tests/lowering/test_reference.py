@@ -1,4 +1,4 @@
-"""The references of tensorwise/ and state/: golden data bit for bit, and oracles written here in float64 and plain Python."""
+"""The references of tensorwise/ and state.py: golden data bit for bit, and oracles written here in float64 and plain Python."""
 
 import json
 import math
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lowering import state as state_reference
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
-from lowering.state import reference as state_reference
-from lowering.state.reference import update_scales_on_cpu
+from lowering.state import update_scales_on_cpu
 from lowering.tensorwise import reference
 from tests.support.cases import each
 from tests.support.fp8 import VALUES, codes_of

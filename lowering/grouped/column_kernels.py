@@ -17,7 +17,7 @@ import triton.language as tl
 from lowering.copies import empty_copy
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
-from lowering.grouped.kernels.gemm import group_sizes, pick
+from lowering.grouped.gemm_kernels import group_sizes, pick
 from lowering.grouped.reference import Columns, alignment, padded_width
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device

@@ -12,13 +12,13 @@ from fp8pass.graph.origin import KINDS, NUMBER, TensorName, family
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State
-from fp8pass.tools.inspection.picture import pictures
-from fp8pass.tools.inspection.report import COLUMNS, rows_of
+from fp8pass.tools.inspection import COLUMNS, rows_of
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
+from fp8pass.tools.picture import pictures
 from fp8pass.tools.tables import counted, folded_path
 
 if TYPE_CHECKING:
-    from fp8pass.tools.inspection.report import Inspection
+    from fp8pass.tools.inspection import Inspection
 
 #: More plots than this are drawn one per family of equal layers.
 MAX_PLOTS = 60

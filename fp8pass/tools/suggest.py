@@ -25,7 +25,7 @@ from fp8pass.tools.tables import as_text, make_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fp8pass.tools.search.probe import Probe, StepPasses
+    from fp8pass.tools.probe import Probe, StepPasses
 
 COLUMNS = ("rank", "module", "role", "expected", "spread", "measured", "FLOPs", "rule")
 
@@ -92,7 +92,7 @@ def suggest_rules(
     from rich.progress import Progress
 
     from fp8pass.scales.reduction import is_first_rank
-    from fp8pass.tools.search.probe import StepPasses
+    from fp8pass.tools.probe import StepPasses
 
     _check(model, step, keep, checks)
     rules = CompileOptions(recipe=recipe, saved_activations=saved_activations).first_rules
@@ -125,7 +125,7 @@ def suggest_rules(
 
 def _check(model: object, step: object, keep: object, checks: object) -> None:
     from fp8pass.runtime.wrap import session_of
-    from fp8pass.tools.search.probe import check_ranks
+    from fp8pass.tools.probe import check_ranks
 
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module")

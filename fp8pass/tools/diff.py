@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.origin import family
 from fp8pass.graph.values import by_key
-from fp8pass.tools.inspection.report import Inspection
+from fp8pass.tools.inspection import Inspection
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text
 
 if TYPE_CHECKING:

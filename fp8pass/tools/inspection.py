@@ -321,7 +321,7 @@ class Inspection:
 
         Raises ImportError without Jinja2 (`pip install 'fp8pass[html]'`), OSError if `path` cannot be written.
         """
-        from fp8pass.tools.inspection.page import page
+        from fp8pass.tools.page import page
 
         monitors = (part.session.monitor for part in self.parts)
         measured = measured or next((found for m in monitors if m is not None and (found := m.latest) is not None), None)

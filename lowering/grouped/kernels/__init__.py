@@ -1,1 +1,0 @@
-"""Triton kernels of the grouped operations. The modules import Triton; this package does not."""

@@ -1,1 +1,0 @@
-"""The state of delayed scaling: scales loaded, amaxes recorded, the step boundary."""
