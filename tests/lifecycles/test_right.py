@@ -248,7 +248,7 @@ class Int8(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo of torch 2.11 does not trace a subclass's detach, plainly either")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch.compile of 2.11 does not trace it either")
 def test_weights_of_tensor_subclasses_are_left_to_their_project():
     model = mlp()
     weight = model[0].weight.detach()
