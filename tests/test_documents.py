@@ -1,6 +1,7 @@
 """Every code block of the README and of docs/ is run or checked, and every public name is in the reference."""
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,8 @@ from tests.support.backend import register_backend
 from tests.support.cases import each
 
 pytest.importorskip("sybil", reason="it runs the code of the pages (extra `dev`)")
+
+from markdown_it import MarkdownIt
 
 from tests.support.documents import (
     LANGUAGES,
@@ -122,10 +125,35 @@ def test_a_skipped_block_says_why(tmp_path):
     assert run_page(path) == ["needs no_such_module"]
 
 
-def test_tests_that_pages_name_exist():
-    named = [(page, *found) for page in PAGES for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())]
-    assert named
-    assert not [found for found in named if f"def {found[2]}(" not in (ROOT / found[1]).read_text()]
+def inline_code(path):
+    """The inline code of a page: `...` outside of blocks."""
+    for token in MarkdownIt("commonmark").enable("table").parse(path.read_text()):
+        yield from (part.content for part in token.children or () if part.type == "code_inline")
+
+
+@each("path", PAGES)
+def test_files_and_commands_that_sentences_name_exist(path):
+    """Files with their folder, and commands. ROOM, NAME and TEST stand for names, train.py is the reader's."""
+    for code in inline_code(path):
+        if re.fullmatch(r"(?:tests|fp8pass|lowering|benchmarks|examples|docs)/[\w/.*-]+", code):
+            pattern = code.replace("ROOM", "*").replace("NAME", "*").rstrip("/")
+            assert list(ROOT.glob(pattern)), f"{code} does not exist"
+        elif re.match(r"(?:[A-Z_0-9]+=\S+ )*(?:make|python3?|torchrun|pip install) ", code) and not re.search(
+            "NAME|TEST|train.py", code
+        ):  # the reader's own
+            check_command(shlex.split(code))
+
+
+def test_figures_of_a_benchmark_are_those_of_its_stored_results():
+    """By date and commit; the commands of these letters are on the page."""
+    rows = re.findall(r"\| ([CEHM]) \| ([\d-]{10}) \| (\w{7}) \|$", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
+    for letter, name in {"C": "cost_model", "E": "traffic", "H": "overhead", "M": "compile_time"}.items():
+        results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob(f"{name}-*-cpu.json")]
+        results += [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob(f"{name}-cpu.json")]
+        stored = {
+            (one["date"][:10], found["commit"][:7]) for one in results for found in (one, *one["rows"]) if "commit" in found
+        }
+        assert {row[1:] for row in rows if row[0] == letter} <= stored, letter
 
 
 @pytest.mark.exhaustive

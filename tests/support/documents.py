@@ -186,7 +186,8 @@ def _check_module(words: list[str]) -> None:
         assert "/" not in word or (ROOT / word.partition("::")[0]).exists(), f"no tests in {word}"
     if words[0].split(".")[0] in ("benchmarks", "tests"):
         assert found.origin is not None
-        _check_options(pathlib.Path(found.origin).read_text(), words[1:])
+        shared = ROOT / "benchmarks" / "common.py"  # the options of all benchmarks
+        _check_options(pathlib.Path(found.origin).read_text() + shared.read_text(), words[1:])
 
 
 def _check_registry(words: list[str]) -> None:
