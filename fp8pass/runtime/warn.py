@@ -114,9 +114,10 @@ def _check(session: Session) -> None:
     if session.seen.went_backward:
         decided: list[Decided] = [*gemms, *saved_of_session(session)]
         trains = any(graph.trains for graph in session.graphs)  # not where new rules have met evaluations alone
-        remarks = [remark_on(rule, session.rules.rules, decided) for rule in _to_tell(session.rules.rules, decided, trains)]
+        rules, root = session.rules.rules, session.root()
+        remarks = [remark_on(rule, rules, decided, root) for rule in _to_tell(rules, decided, trains)]
         for step, later in session.options.later_rules:
-            found = [remark_on(rule, later.rules, decided) for rule in _to_tell(later.rules, decided, trains)]
+            found = [remark_on(rule, later.rules, decided, root) for rule in _to_tell(later.rules, decided, trains)]
             remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
@@ -274,8 +275,8 @@ def _to_tell(rules: Sequence[Rule], gemms: Sequence[Decided], trains: bool) -> l
     return [r for r in met if r.pattern not in matched or not (r.recipe is None or is_told)]
 
 
-def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided]) -> str:
-    """Say why a rule has no effect, and what to write instead."""
+def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided], root: object) -> str:
+    """Say why a rule has no effect, and what to write instead. root: the model."""
     same = [g for g in gemms if rule.matches(g.module, g.role)]
     what = "saved values" if rule.role == SAVED else "GEMMs"
     held = dict.fromkeys(g.module for g in same if deciding(rules, g) == rule)
@@ -297,7 +298,22 @@ def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided]) -> st
     for why, pattern in _meant(rule.module, modules):
         if fnmatch.filter(modules, pattern.partition(":")[0]):
             return f"{said} {why}; did you mean {pattern + (role if ':' not in pattern else '')!r}?"
+    if no_gemm := _no_gemm(rule, root):
+        return f"{said} {no_gemm}"
     return said + (_numbers(_INDEX.sub(r".\1", rule.module), modules) or nearest(rule.module, map(as_pattern, modules)))
+
+
+def _no_gemm(rule: Rule, root: object) -> str:
+    """The first module that a rule names and that multiplies no matrices, such as a convolution."""
+    modules = root.named_modules() if isinstance(root, nn.Module) and rule.role != SAVED else ()
+    for path, module in modules:
+        if isinstance(module, _WITHOUT_GEMMS) and rule.matches(path, rule.role or ""):
+            return f"{path} is a {type(module).__name__}, which has none."
+    return ""
+
+
+#: Modules with Parameters that compute something else.
+_WITHOUT_GEMMS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def as_pattern(module: str) -> str:

@@ -434,7 +434,8 @@ def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
     for part in parts:
         rules, gemms = part.session.rules.rules, gemms_of_session(part.session)
         decided: list[Decided] = [*gemms, *saved_of_session(part.session)]
-        none = {rule.pattern: remark_on(rule, rules, decided) for rule in unmatched(rules, decided)} if decided else {}
+        root = part.session.root()
+        none = {rule.pattern: remark_on(rule, rules, decided, root) for rule in unmatched(rules, decided)} if decided else {}
         remarks = {**none, **remarks}
         matched |= {rule.pattern for rule in rules if decided and rule.pattern not in none}
     return {pattern: text for pattern, text in remarks.items() if pattern not in matched}

@@ -259,6 +259,7 @@ class Named(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention, self.mlp = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU())
+        self.norm = nn.LayerNorm(64)  # not called
 
     def forward(self, x):
         return self.mlp(torch.tanh(self.attention(x)))
@@ -273,6 +274,7 @@ class Named(nn.Module):
         ({"*:output": None, "*:grad_weight": None, "attention": "current"}, "GEMMs match '*:output', '*:grad_weight' first."),
         ({"attention:grad_input": None}, "has matched no GEMM. The module has none with the role grad_input."),
         ({"mlp": None}, "has matched no GEMM. It does not cover the modules inside; did you mean 'mlp.*'?"),
+        ({"n*m": "current"}, "The rule 'n*m' has matched no GEMM. norm is a LayerNorm, which has none."),
         ({"mlp:grad_weight": None}, "It does not cover the modules inside; did you mean 'mlp.*:grad_weight'?"),
     ],
 )
