@@ -392,7 +392,7 @@ def kernels() -> dict[str, Any]:
     modules = [
         module.name
         for module in pkgutil.walk_packages(lowering.__path__, "lowering.")
-        if {"kernels", "triton"} & set(module.name.split("."))
+        if module.name.endswith("kernels") or ".triton." in module.name
     ]
     values = [value for name in modules for value in vars(importlib.import_module(name)).values()]
     found = [value.jit for value in values if isinstance(value, Kernel)]

@@ -225,7 +225,7 @@ GEMMS = ("mm_blockwise_kernel", "grouped_rows_kernel", "grouped_batch_kernel")
 #: Bytes a thread that spill in forms that are not worth more registers for all: matrices whose lines are no multiples of 16
 #: bytes are read element by element, and statistics are of measured steps alone.
 SPILLED = {
-    "amax_kernel": 8,
+    "amax_kernel": 16,
     "cast_columns_blockwise_kernel": 8,
     "cast_transpose_kernel": 40,
     "partial_amax_kernel": 24,
