@@ -60,8 +60,8 @@ def fp8_compile(
     Args:
         model: an nn.Module or a function. Without `in_place` it does not change, nor do its parameters and the keys of its
             `state_dict()`.
-        recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8". None, for
-            `saved_activations` only: all GEMMs run in high precision.
+        recipe: a recipe object, or the name of one, such as "delayed" or "mxfp8": `fp8pass.recipes.RecipeName` has all names.
+            None, for `saved_activations` only: all GEMMs run in high precision.
         rules: ordered `pattern -> recipe or None` (None: high precision); the first match wins. A pattern is a glob on the
             module path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight", "layers.0.*:saved".
         backend: "inductor", or "aot_eager" for the same rewrite without code generation.

@@ -21,6 +21,7 @@ from fp8pass.recipes.recipe import (
     check_override,
     fp8_dtype,
     is_int,
+    named,
     recipe,
 )
 from lowering.formats import E4M3, Granularity
@@ -28,6 +29,11 @@ from lowering.formats import E4M3, Granularity
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
 
 
+@named(
+    "blockwise",
+    words="deepseek deepseek_v3 deepseekv3 deepgemm deep_gemm block block_wise per_block groupwise 128x128 1x128"
+    " float8blockscaling",
+)
 @recipe
 class Float8BlockScaling(Recipe):
     """One scale per 128 values or per 128x128 tile (DeepSeek-V3). Source: TransformerEngine."""

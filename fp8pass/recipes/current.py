@@ -19,11 +19,16 @@ from fp8pass.recipes.recipe import (
     check_format,
     check_override,
     fp8_dtype,
+    named,
     recipe,
 )
 from lowering.formats import Granularity
 
 
+@named(
+    "current",
+    words="tensorwise tensor_wise tensor per_tensor pertensor dynamic dynamic_scaling current_scaling float8currentscaling",
+)
 @recipe
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor itself: its amax is read first. Source: TransformerEngine."""

@@ -13,13 +13,25 @@ import torch
 from fp8pass.errors import nearest
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import FAST_ACCUM, Format, Recipe, check, check_bools, check_format, fp8_dtype, is_int, recipe
+from fp8pass.recipes.recipe import (
+    FAST_ACCUM,
+    Format,
+    Recipe,
+    check,
+    check_bools,
+    check_format,
+    fp8_dtype,
+    is_int,
+    named,
+    recipe,
+)
 from lowering.formats import Granularity
 
 #: The reduction of a history of amaxes to one.
 AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
+@named("delayed", words="fp8 float8 default delayedscaling delayed_scaling")
 @recipe
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps: each tensor is read once. Source: TransformerEngine."""

@@ -17,11 +17,13 @@ from fp8pass.recipes.recipe import (
     check_format,
     check_override,
     fp8_dtype,
+    named,
     recipe,
 )
 from lowering.formats import Granularity
 
 
+@named("mxfp8", words="mx mx_fp8 microscaling 1x32 mxfp8blockscaling mxfp8_rceil")
 @recipe
 class MXFP8BlockScaling(Recipe):
     """One power of two per 32 values along K, applied by Blackwell's tensor cores. Source: TransformerEngine."""

@@ -98,6 +98,24 @@ class NoRecipe(Recipe):
 NO_RECIPE = NoRecipe()
 
 
+#: Recipes by the names that users give, and other projects' words -> these names: see `named`.
+NAMED: dict[str, Callable[[], Recipe]] = {}
+WORDS: dict[str, str] = {}
+
+
+def named(name: str, words: str = "", **options: Any) -> Callable[[type[T]], type[T]]:
+    """Name a recipe with options, for users and for the error that a word of torchao, TransformerEngine, vLLM, a paper or a
+    configuration file gets. words: those words in lower case, with underscores, separated by spaces."""
+
+    def declare(cls: type[T]) -> type[T]:
+        made: Any = cls
+        NAMED[name] = functools.partial(made, **options) if options else made
+        WORDS.update(dict.fromkeys(words.split(), name))
+        return cls
+
+    return declare
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def recipe(cls: type[T]) -> type[T]:
     """A frozen keyword-only dataclass whose constructor names the nearest right option for a wrong one."""

@@ -11,10 +11,24 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import FAST_ACCUM, BackwardOverride, Recipe, check_bools, check_epsilon, check_override, recipe
+from fp8pass.recipes.recipe import (
+    FAST_ACCUM,
+    BackwardOverride,
+    Recipe,
+    check_bools,
+    check_epsilon,
+    check_override,
+    named,
+    recipe,
+)
 from lowering.formats import E4M3, Granularity
 
 
+@named("rowwise_with_gw_hp", high_precision_grad_weight=True)
+@named(
+    "rowwise",
+    words="axiswise row row_wise per_row per_token per_channel channelwise float8rowwisescaling",
+)
 @recipe
 class Float8RowwiseScaling(Recipe):
     """One scale per row of the first operand of a GEMM and per column of the second, E4M3 everywhere. Source: torchao."""

@@ -16,6 +16,7 @@ from fp8pass.__main__ import main
 from fp8pass.cost import B200, H200, CastShape, Device, GemmShape, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
+from fp8pass.recipes import PRESETS
 from fp8pass.rules import parse_rules
 from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools import estimation, repeats
@@ -268,7 +269,7 @@ def test_devices():
         fp8pass.estimate(model, x, recipe="current").recipes["current"].speedup
     )
     everything = fp8pass.estimate(on_meta(nn.Linear, 64, 64), x[:, :64].detach().requires_grad_(), device=B200)
-    assert set(everything.recipes) == {"delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"}
+    assert set(everything.recipes) == set(PRESETS)
     assert everything.refused == {}
     assert "mxfp8: not on this device" in str(dataclasses.replace(found, refused={"mxfp8": "it is another"}))
 
@@ -290,7 +291,7 @@ def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
     if arguments["recipe"] == "all":
         found = fp8pass.estimate(model, x, **arguments)
         assert found.refused["mxfp8"].startswith(reason)
-        assert (*found.recipes, *found.refused) == ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+        assert (*found.recipes, *found.refused) == tuple(PRESETS)
         return
     with pytest.raises(OptionError, match=f"does not run on NVIDIA H200: {reason} [01] needs. Use another"):
         fp8pass.estimate(model, x, **arguments)

@@ -13,11 +13,12 @@ import fp8pass
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile
 from fp8pass.errors import Fp8Warning, RecipeError, RuleError
 from fp8pass.recipes import PRESETS, as_recipe
-from fp8pass.recipes.foreign import WORDS
+from fp8pass.recipes.recipe import WORDS
 from fp8pass.rules import ROLE_WORDS, ROLES, parse_rules
 from tests.support.cases import each
 from tests.support.models import Stack, mlp
 
+MOE = "torchao.prototype.moe_training.config"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -161,6 +162,9 @@ ROWS = {"cast_config_weight": granularity("AXISWISE")}
         (theirs("Float8LinearRecipeName", AO, value="tensorwise"), "'current'"),
         (theirs("Float8LinearRecipeName", AO, value="rowwise"), "'rowwise'"),
         (theirs("MXLinearConfig", "torchao.prototype.mx_formats"), "'mxfp8'"),
+        (theirs("MXFP8TrainingRecipe", MOE, value="mxfp8_rceil_wgrad_with_hp"), "'mxfp8_with_gw_hp'"),
+        (theirs("MXFP8TrainingRecipe", MOE, value="mxfp8_rceil"), "'mxfp8'"),
+        (theirs("MXFP8TrainingOpConfig", MOE, wgrad_with_hp=True), "'mxfp8_with_gw_hp'"),
     ],
 )
 def test_objects_of_other_projects_have_their_equivalent_named(value, equivalent):

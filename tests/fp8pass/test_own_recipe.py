@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, Float8RowwiseScaling, MXFP8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import RecipeError
-from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom
+from fp8pass.recipes import Granularity, MXFP8HighPrecisionGradWeight, Quantization, Recipe, ScaleFrom
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from tests.support.joint import calls, trace
 from tests.support.models import mlp
@@ -75,6 +75,39 @@ def test_blockwise_forward_and_gradients_per_tensor(shape):
     grad = held(dy, E5M2)
     assert_sum(dx, grad @ held(w, E4M3))
     assert_sum(model.weight.grad, grad.t() @ held(x, E4M3))
+
+
+@pytest.mark.parametrize("shape", [(48, 256, 128), (40, 96, 72)], ids=str)
+def test_mxfp8_with_grad_weight_in_high_precision(shape):
+    """A recipe of this project that is one file: a subclass, an obstacle, and no FP8 copy along the tokens."""
+    m, k, n = shape
+    model, x, dy = nn.Linear(k, n), torch.randn(m, k), torch.randn(m, n)
+    x[:, : k // 3] *= 50  # scales of blocks differ
+    compiled, out, dx = run("mxfp8_with_gw_hp", model, x, dy)
+    reasons = {g.role: str(g.reason) for g in inspect(compiled).gemms if not g.quantized}
+    assert reasons == {"grad_weight": "recipe: the recipe 'mxfp8_with_gw_hp' keeps grad_weight in high precision"}
+    w, bias, block = model.weight.detach(), model.bias.detach(), (1, 32)
+    assert_sum(out, held(x, E4M3, block, True) @ held(w, E4M3, block, True).t() + bias.double())
+    assert_sum(dx, held(dy, E4M3, block, True) @ held(w.t(), E4M3, block, True).t())
+    assert_sum(model.weight.grad, dy.double().t() @ x.double())
+    casts = calls(inspect(compiled).graphs[0].after.graph, torch.ops.lowering.cast_mxfp8.default)
+    assert sum(n.kwargs.get("columnwise", False) for n in casts) == 1, "of the weight alone"
+    with pytest.raises(RecipeError, match=r"backward_override='high_precision'\): no grad_weight .* use MXFP8Block"):
+        MXFP8HighPrecisionGradWeight(backward_override="high_precision")
+
+
+def test_a_recipe_is_its_file_and_two_lines_elsewhere():
+    lines = [
+        line.strip()
+        for path in (ROOT / "fp8pass").rglob("*.py")
+        if path.stem != "mxfp8_with_gw_hp"
+        for line in path.read_text().splitlines()
+        if "mxfp8_with_gw_hp" in line and not line.lstrip().startswith(("return", "#"))
+    ]
+    assert sorted(lines) == [
+        '"mxfp8_with_gw_hp",',
+        "from fp8pass.recipes.mxfp8_with_gw_hp import MXFP8HighPrecisionGradWeight as MXFP8HighPrecisionGradWeight",
+    ]
 
 
 def test_own_recipes_have_options_share_graphs_and_stand_in_rules():
