@@ -14,7 +14,9 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8pass.errors import InvariantError
 from fp8pass.graph.origin import MODULE_FQN, annotated_module
+from fp8pass.graph.values import same_shape
 from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten
@@ -194,3 +196,46 @@ def maker_of(node: fx.Node) -> tuple[fx.Node, Any]:
         made: Any = node.args[0]
         return made, node.args[1]
     return node, None
+
+
+# -- the values of nodes, checked
+
+
+def check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
+    """Every inserted node has the shapes, strides, dtypes and devices that its operation gives it."""
+    mode = Cursor.start(graph).fake_mode
+    made_of: dict[Any, Any] = {}  # Operation and forms of its arguments -> what it gives: layers repeat each other.
+    for node in graph.nodes:
+        if node in known or node.op != "call_function":
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        said = node.meta.get("val")
+        if node.target is operator.getitem and said is args[0][args[1]]:
+            continue
+        key = form_of_call(node.target, args, kwargs) or node
+        try:
+            if key not in made_of:
+                with mode, torch.no_grad():
+                    made_of[key] = node.target(*args, **kwargs)
+        except Exception as error:
+            raise InvariantError(f"{node.name} cannot run on its arguments: {error}") from error
+        made = made_of[key]
+        if not is_like(said, made):
+            raise InvariantError(f"{node.name} gives {described(made)}, the graph says {described(said)}")
+
+
+def is_like(said: Any, made: Any) -> bool:
+    if isinstance(said, (list, tuple)) and isinstance(made, (list, tuple)):
+        return len(said) == len(made) and all(map(is_like, said, made))
+    if not isinstance(said, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return type(said) is type(made)
+    is_alike = said.dtype == made.dtype and said.device == made.device and same_shape(said.shape, made.shape)
+    return is_alike and same_shape(said.stride(), made.stride())
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(described, value))})"
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)} {list(value.stride())} on {value.device}"

@@ -32,7 +32,7 @@ from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.rewrite.verify import prepare_checked
+from fp8pass.rewrite.verify_partitioned import prepare_checked
 from fp8pass.runtime.cache_key import source_digest
 from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.view import Fp8State

@@ -48,7 +48,8 @@ from fp8pass.rewrite.saved import SavedRecord, apply_saved, measure_saved, plan_
 from fp8pass.rewrite.select import select
 from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
-from fp8pass.rewrite.verify import arguments, verify, verify_saved
+from fp8pass.rewrite.verify import verify
+from fp8pass.rewrite.verify_partitioned import arguments, verify_saved
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rules import Rules

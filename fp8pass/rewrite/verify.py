@@ -12,12 +12,10 @@ It runs last, on the graph that is compiled, and can run on one as `apply` left 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +23,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.cursor import Cursor, arguments_of, form_of_call, is_pinned, maker_of
+from fp8pass.graph.cursor import arguments_of, check_values, described, is_pinned, maker_of
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import is_matmul, is_scaled_gemm, operands_of
-from fp8pass.graph.values import PERMUTES, same_shape, value_of
+from fp8pass.graph.values import same_shape, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.meaning import (
@@ -37,24 +35,19 @@ from fp8pass.rewrite.meaning import (
     TRANSPOSE,
     Meaning,
     Term,
-    Vector,
     copy,
     difference,
     how,
     inverse,
-    loaded,
     own_scale,
-    permuted,
     slot,
     value,
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
-from fp8pass.rewrite.saved import AppliedSaved, SavedValue, as_bytes
-from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, operands
 from fp8pass.rewrite.simplify import Scatter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
-from lowering import hardware, inductor
+from lowering import hardware
 from lowering.formats import Granularity
 
 aten = torch.ops.aten
@@ -104,18 +97,18 @@ def verify(
             raise InvariantError(f"{node.name} gathers {node.args}, instead of rows of {scatter.rows.name}")
     for gather in sent_as_bytes:
         sent = value(gather.source).moved(("gather", gather.num_ranks, gather.group))
-        _compare(gather.wait, "", Meaning((), {gather.source: value(gather.source)}).computed(gather.wait), sent)
+        compare(gather.wait, "", Meaning((), {gather.source: value(gather.source)}).computed(gather.wait), sent)
         if (dtype := value_of(gather.wait.all_input_nodes[0]).dtype) is not torch.uint8:
             raise InvariantError(f"{gather.wait.name} is sent as {dtype}, the plan says as bytes")
-    _check_values(graph, known - {gather.wait for gather in sent_as_bytes})
+    check_values(graph, known - {gather.wait for gather in sent_as_bytes})
 
 
-def _compare(node: fx.Node, what: str, found: Any, planned: Any) -> None:
+def compare(node: fx.Node, what: str, found: Any, planned: Any) -> None:
     if found != planned:
         raise InvariantError(f"{node.name}{what and f': {what}'} {difference(found, planned)}")
 
 
-def _check_arguments(node: fx.Node, **wanted: Any) -> None:
+def check_arguments(node: fx.Node, **wanted: Any) -> None:
     """An argument of a call that has one of these names has this value."""
     for name, found in arguments_of(node).items():
         if name in wanted and found != wanted[name]:
@@ -310,9 +303,9 @@ def _check_operands(decision: Rewritten, planned: _PlannedTerms, meaning: Meanin
         data, scale_inv = planned.copy(wanted)
         if (dtype := value_of(given[name]).dtype) != wanted.dtype:
             raise InvariantError(f"{node.name}: {name} is {dtype}, the plan says {wanted.dtype}")
-        _compare(node, name, terms[name], data.moved(TRANSPOSE) if position else data)
+        compare(node, name, terms[name], data.moved(TRANSPOSE) if position else data)
         scale = terms[f"scale_inv_{name}" if f"scale_inv_{name}" in terms else f"scale_{name}"]
-        _compare(node, f"the scale of {name}", scale, scale_inv)
+        compare(node, f"the scale of {name}", scale, scale_inv)
     if site.form is not None and given["offs"] is not site.offs:
         raise InvariantError(f"{node.name}: its groups end at {given['offs']}, the plan says {site.offs}")
     a, b = (value_of(given[name]) for name in "ab")
@@ -330,7 +323,7 @@ def _check_epilogue(decision: Rewritten, planned: _PlannedTerms, nodes: set[fx.N
     node, epilogue, applied = decision.site.node, planned.plan.epilogues[decision.site.node], planned.applied
     gemm, result = applied.gemms[node], applied.results[node]
     granularities = [wanted.quantization.granularity.value for wanted in decision.copies]
-    _check_arguments(
+    check_arguments(
         gemm,
         out_dtype=epilogue.out_dtype,
         fast_accum=epilogue.fast_accum,
@@ -339,25 +332,25 @@ def _check_epilogue(decision: Rewritten, planned: _PlannedTerms, nodes: set[fx.N
         implementation="mxfp8" if hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto",
     )
     bias, addend = (read and value(applied.now(read)) for read in (epilogue.bias, epilogue.addend))
-    _compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), bias)
+    compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), bias)
     if (arguments_of(gemm)["a"].target is aten.slice.Tensor) != (epilogue.cuts_rows == "operand"):
         raise InvariantError(f"{gemm.name} reads {arguments_of(gemm)['a'].name}, the plan cuts rows of {epilogue.cuts_rows}")
     wanted = value(gemm) if addend is None else Term("add", (1, value(gemm), addend))
     found = value(gemm) if result is gemm else meaning.computed(result)
-    _compare(result, "", _unstored(found), wanted)
+    compare(result, "", unstored(found), wanted)
     old, new = value_of(node), value_of(result)
     if old.dtype != new.dtype or not same_shape(old.shape, new.shape):
-        raise InvariantError(f"{result.name} is {_described(new)} instead of {_described(old)}")
+        raise InvariantError(f"{result.name} is {described(new)} instead of {described(old)}")
     for reader in applied.readers[node]:
         if reader in nodes and reader not in planned.dequantizing and result not in reader.all_input_nodes:
             raise InvariantError(f"{reader.name} does not read {result.name}, instead of {node.name}")
 
 
-def _unstored(term: Any) -> Any:
+def unstored(term: Any) -> Any:
     """A term without what says that the product was stored."""
     if not isinstance(term, Term):
         return term
-    return Term(term.name, tuple(map(_unstored, term.args)), tuple(move for move in term.moves if move != STORED))
+    return Term(term.name, tuple(map(unstored, term.args)), tuple(move for move in term.moves if move != STORED))
 
 
 def _check_dequantized(decision: Decision, planned: _PlannedTerms, meaning: Meaning) -> None:
@@ -369,7 +362,7 @@ def _check_dequantized(decision: Decision, planned: _PlannedTerms, meaning: Mean
         term = Term("mul", (data, scale_inv.moved(*[TRANSPOSE] * is_by_column)))
         is_turned = wanted.columnwise != decision.site.operands[position].transposed
         found = meaning(operands_of(node)[position])
-        _compare(node, f"operand {position}", found, term.moved(*[TRANSPOSE] * is_turned))
+        compare(node, f"operand {position}", found, term.moved(*[TRANSPOSE] * is_turned))
 
 
 # -- casts
@@ -392,8 +385,8 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         makers.update(found)
         if isinstance(first.source, FromGather):
             for wanted, layout in zip(first.copies, first.layouts, strict=True):
-                _check_arguments(applied.copies[wanted].maker, pad_rows=False, pad_cols=False)
-                _check_arguments(maker_of(applied.copies[wanted].data)[0], pad_outer=layout.pads_outer)
+                check_arguments(applied.copies[wanted].maker, pad_rows=False, pad_cols=False)
+                check_arguments(maker_of(applied.copies[wanted].data)[0], pad_outer=layout.pads_outer)
             continue
         if len(found) != 1:
             names = ", ".join(sorted(n.name for n in found))
@@ -423,7 +416,7 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
     pads = {layout.columnwise: layout.pads_outer for layout in first.layouts}
     if first.tensor.value.groups is not None and "xs" in given:  # columns are moved out of the rows
         pads = {False: False}
-    _check_arguments(
+    check_arguments(
         node,
         rowwise=False in pads,
         columnwise=True in pads,
@@ -468,200 +461,4 @@ def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
         if (recorded := sorted(i for _, i, _ in pairs)) != wanted:
             raise InvariantError(f"amaxes of slots {recorded} are recorded, the plan quantizes {len(wanted)} tensors")
         for node, i, amax in pairs:
-            _compare(node, f"slot {i}", amax, planned.recorded(tensor_at[i]))
-
-
-# -- values
-
-
-def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
-    """Every inserted node has the shapes, strides, dtypes and devices that its operation gives it."""
-    mode = Cursor.start(graph).fake_mode
-    made_of: dict[Any, Any] = {}  # Operation and forms of its arguments -> what it gives: layers repeat each other.
-    for node in graph.nodes:
-        if node in known or node.op != "call_function":
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        said = node.meta.get("val")
-        if node.target is operator.getitem and said is args[0][args[1]]:
-            continue
-        key = form_of_call(node.target, args, kwargs) or node
-        try:
-            if key not in made_of:
-                with mode, torch.no_grad():
-                    made_of[key] = node.target(*args, **kwargs)
-        except Exception as error:
-            raise InvariantError(f"{node.name} cannot run on its arguments: {error}") from error
-        made = made_of[key]
-        if not _is_like(said, made):
-            raise InvariantError(f"{node.name} gives {_described(made)}, the graph says {_described(said)}")
-
-
-def _is_like(said: Any, made: Any) -> bool:
-    if isinstance(said, (list, tuple)) and isinstance(made, (list, tuple)):
-        return len(said) == len(made) and all(map(_is_like, said, made))
-    if not isinstance(said, torch.Tensor) or not isinstance(made, torch.Tensor):
-        return type(said) is type(made)
-    is_alike = said.dtype == made.dtype and said.device == made.device and same_shape(said.shape, made.shape)
-    return is_alike and same_shape(said.stride(), made.stride())
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_described, value))})"
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{value.dtype} {list(value.shape)} {list(value.stride())} on {value.device}"
-
-
-# -- What is saved in FP8, in the two graphs that the partitioner made
-
-
-Arguments = Mapping[fx.Node, tuple[Any, Any]]  # The arguments of each node of a graph, by position and by name.
-
-
-def arguments(graph: fx.Graph) -> Arguments:
-    """The arguments of a graph's nodes, as they are now."""
-    return {node: (node.args, node.kwargs) for node in graph.nodes}
-
-
-def verify_saved(
-    forward: fx.Graph, backward: fx.Graph, applied: Mapping[SavedValue, AppliedSaved], before: tuple[Arguments, Arguments]
-) -> None:
-    """Raise InvariantError unless the forward saves each planned value as its E4M3 copy and scales, the backward reads their
-    product in its place, and nothing else has changed. before: the arguments of both graphs' nodes."""
-    replaced = {saved.read: made.loaded for saved, made in applied.items()}
-    results: list[Any] = []
-    for position, node in enumerate(before[0][forward.output_node()][0][0]):
-        made = next((made for saved, made in applied.items() if saved.position == position), None)
-        results += (node,) if made is None else (new for new, _ in made.added)
-    _check_unchanged(forward, before[0], {}, results)
-    _check_unchanged(backward, before[1], replaced, None)
-    given: dict[fx.Node, Any] = {}
-    saves = Meaning(before[0], {})
-    for saved, made in applied.items():
-        if saved.shared is not None:
-            _check_shared(saved.shared, saved, forward, backward)
-            continue
-        assert saved.quantization is not None
-        maker, x = maker_of(made.data)[0], _permuted(Term("value", (saved.node,)), saved.order)
-        options = how({"power_of_2": saved.quantization.power_of_2, "epsilon": saved.quantization.epsilon})
-        scale = own_scale(maker, x, options, False)
-        planned = copy(maker, x, options, False, scale), inverse(scale)
-        for node, term in zip((made.data, made.scale_inv), planned, strict=True):
-            _compare(node, "", saves(node), term)
-        _check_arguments(maker, as_bytes=as_bytes(saved.node))
-        given |= dict(zip((made.data_input, made.scale_input), planned, strict=True))
-    _check_inputs(backward, before[1], applied)
-    of_backward = set(before[1])
-    for saved, made in applied.items():
-        if saved.shared is None:
-            terms, term = given, loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
-        else:
-            terms, term = _loaded_copy(saved.shared, made)
-        back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
-        _compare(made.loaded, "", _unstored(Meaning(of_backward, terms)(made.loaded)), _permuted(term, back))
-        if not _is_like(value_of(made.loaded), value_of(saved.read)):
-            raise InvariantError(f"{made.loaded.name} is {_described(value_of(made.loaded))} instead of {saved.read.name}")
-    for graph, known in zip((forward, backward), before, strict=True):
-        graph.lint()
-        _check_values(graph, set(known))
-
-
-def _permuted(term: Term, order: Sequence[int]) -> Term:
-    return term if list(order) == list(range(len(order))) else permuted(term, order)
-
-
-def _check_unchanged(graph: fx.Graph, before: Arguments, replaced: Mapping[fx.Node, fx.Node], results: Any) -> None:
-    """Check that nodes read what they read before, or what replaces it. results: those of the graph, where they change."""
-    for node in graph.nodes:
-        if node not in before:
-            continue
-        wanted = before[node] if node.op != "output" or results is None else ((type(before[node][0][0])(results),), {})
-        if fx.map_arg(wanted, lambda n: replaced.get(n, n)) != (node.args, node.kwargs):
-            raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before values were saved in FP8 {wanted}")
-
-
-def _check_shared(shared: SharedCopy, saved: SavedValue, forward: fx.Graph, backward: fx.Graph) -> None:
-    """Check that a GEMM reads this copy with these scales, and that it is a copy of the value as it lies in memory."""
-    name = shared.data.name
-    if (shared.data, shared.scale_inv, shared.index) not in [tuple(read) for _, *read in operands(forward, backward)]:
-        raise InvariantError(f"no FP8 GEMM reads {name} with position {shared.index} of {shared.scale_inv.name}")
-    moves = SAME_ORDER | PERMUTES
-    meaning = Meaning({node for node in forward.nodes if node.target not in moves}, {})
-    found, planned = meaning(shared.matrix), _permuted(meaning(saved.node), saved.order)
-    if _unrounded(found) != _unrounded(planned):
-        raise InvariantError(f"{name} is a copy of {found}, the plan says of {planned}")
-
-
-def _unrounded(term: Term) -> Term:
-    """A term without what says that it was rounded or stored."""
-    return dataclasses.replace(term, moves=tuple(move for move in term.moves if move[0] not in ("to", *STORED)))
-
-
-def _loaded_copy(shared: SharedCopy, made: AppliedSaved) -> tuple[dict[fx.Node, Any], Term]:
-    """The terms of the inputs that are a GEMM's copy and its scales, and that of the matrix that the backward makes of them."""
-    options = how({"granularity": shared.quantization.granularity, "square": shared.quantization.square})
-    count = 1 if shared.index is None else value_of(made.scale_inv).shape[0]
-    scales = [Term("scale", (made.scale_inv, i)) for i in range(count)]
-    data = copy(maker_of(made.data)[0], value(shared.matrix), options, shared.columnwise, scales[shared.index or 0])
-    scale_inv = inverse(scales[0]) if shared.index is None else Vector.of([inverse(scale) for scale in scales])
-    is_by_column = shared.quantization.granularity is Granularity.BLOCK_1X128  # scales lie by block, then by row
-    term = Term("mul", (data, inverse(data.args[-1]).moved(*[TRANSPOSE] * is_by_column)))
-    given = {made.data_input: data.moved(*[TRANSPOSE] * shared.transposed), made.scale_input: scale_inv}
-    return given, term.moved(*[TRANSPOSE] * shared.columnwise)
-
-
-def _check_inputs(backward: fx.Graph, before: Arguments, applied: Mapping[SavedValue, AppliedSaved]) -> None:
-    """Check that the inputs of the backward are in the places of the forward's results, with their values."""
-    added = {saved.read: made.added for saved, made in applied.items()}
-    planned = [new for n in before if n.op == "placeholder" for new in ([i for _, i in added[n]] if n in added else [n])]
-    found = backward.find_nodes(op="placeholder")
-    if list(found) != planned:
-        raise InvariantError(f"the backward reads {[n.name for n in found]}, the forward saves {[n.name for n in planned]}")
-    for made in applied.values():
-        for given, saved in ((made.data_input, made.data), (made.scale_input, made.scale_inv)):
-            if not _is_like(value_of(given), value_of(saved)):
-                raise InvariantError(
-                    f"{given.name} is {_described(value_of(given))}, the forward saves {_described(value_of(saved))}"
-                )
-
-
-# -- What is done to a partitioned graph just before Inductor compiles it (`lowering.inductor.prepare`), checked.
-
-
-#: Operation -> the one that may take its place, on float32 tensors of a GPU.
-_CHEAPER = {torch.ops.aten.sigmoid.default: torch.ops.lowering.sigmoid.default}
-
-
-def prepare_checked(graph: fx.Graph, prepare: Callable[[fx.Graph], None]) -> None:
-    """Prepare a graph. Raises InvariantError if more became of it than cheaper operations with the same arguments, and
-    statistics of a matrix that are given its FP8 copy, whose lowering knows the matrix."""
-    before = [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
-    prepare(graph)
-    after = list(graph.nodes)
-    if [node for node, *_ in before] != after:
-        raise InvariantError("preparing the graph for Inductor added, removed or moved nodes")
-    for node, target, args, kwargs in before:
-        if (node.args, node.kwargs) != (args, kwargs) and not _reads_a_copy(node, args, kwargs):
-            raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before it was prepared {args} {kwargs}")
-        if node.target == target:
-            continue
-        if _CHEAPER.get(target) != node.target:
-            raise InvariantError(f"{node.name} calls {node.target} instead of {target}")
-        value = value_of(node)
-        if value.dtype != torch.float32 or value.device.type != "cuda":
-            raise InvariantError(f"{node.name} calls {node.target} on {value.dtype} on {value.device}")
-
-
-def _reads_a_copy(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    """Tell whether nothing but the matrix of statistics was replaced, by the result of a cast at the matrix' position."""
-    is_measured = node.target is torch.ops.lowering.quantization_statistics.default
-    if not is_measured or (node.args[1:], node.kwargs) != (args[1:], kwargs):
-        return False
-    copy = node.args[0]
-    if not isinstance(copy, fx.Node) or copy.target is not operator.getitem:
-        return False
-    cast, position = copy.args
-    matrices = cast.args[0] if isinstance(cast, fx.Node) and cast.target in inductor.CASTS else ()
-    return isinstance(position, int) and isinstance(matrices, Sequence) and args[0] in matrices[position : position + 1]
+            compare(node, f"slot {i}", amax, planned.recorded(tensor_at[i]))

@@ -32,7 +32,7 @@ from fp8pass.options import NO_CPP_WRAPPER, CompileOptions, SavedActivations, re
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite, save_activations
-from fp8pass.rewrite.verify import prepare_checked
+from fp8pass.rewrite.verify_partitioned import prepare_checked
 from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs

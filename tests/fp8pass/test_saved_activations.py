@@ -20,7 +20,7 @@ from fp8pass.errors import Fp8Warning, InvariantError, OptionError, RecipeError,
 from fp8pass.recipes import Granularity, Quantization
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.saved import apply_saved, plan_saved
-from fp8pass.rewrite.verify import arguments, verify_saved
+from fp8pass.rewrite.verify_partitioned import arguments, verify_saved
 from lowering import quantize_blockwise
 from lowering.formats import E4M3
 from tests.support.memory import allocated

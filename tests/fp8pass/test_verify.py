@@ -14,7 +14,8 @@ from fp8pass.errors import InvariantError, Reason, ReasonKind
 from fp8pass.graph.cursor import Cursor, is_pinned, pin
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.meaning import CASTS
-from fp8pass.rewrite.verify import prepare_checked, verify
+from fp8pass.rewrite.verify import verify
+from fp8pass.rewrite.verify_partitioned import prepare_checked
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import prepare
 from tests.support.copies import casts, casts_by, scaled_gemms
