@@ -123,10 +123,8 @@ def _stacklevel_of_caller() -> int:
 
 
 def nearest(name: str, known: Iterable[str], words: Mapping[str, str] = MappingProxyType({})) -> str:
-    """' Did you mean ...?' for a misspelt name, or for another project's word for one of `known`, or ''.
-
-    words: such words, in lower case with underscores -> the name that is meant.
-    """
+    """' Did you mean ...?' for a misspelt name, or for another project's word for one of `known`, or ''. words: such words, in
+    lower case with underscores -> the name that is meant."""
     meant = words.get(name.lower().replace("-", "_").replace(" ", "_"))
     if meant is not None:
         return f" Did you mean {meant!r}?"

@@ -16,7 +16,7 @@ import enum
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,10 @@ USUAL: frozenset[str] = frozenset()  # The variants of a usual call: none.
 STATISTICS = ("fp8_statistics", "fp8_grad_statistics")
 """The keys, and names, of the inputs that take statistics, [rows, WIDTH] float64, a row for each `MonitorRow` of the graph: in
 forward and in backward. They are the same memory, but for a recomputed forward, which must not count again."""
+
+
+Measured = Literal["tensors", "products"]
+"""The scope of a measured step: every quantized tensor; or also the result of every FP8 GEMM, which costs a GEMM each."""
 
 
 class Records(enum.Enum):
@@ -87,13 +91,6 @@ class StateTensor:
     name: TensorName
     fp8_max: float
     entries: int = 1  # Number of its scales: one per matrix of batched weights.
-
-
-@dataclasses.dataclass(frozen=True)
-class MonitorSpec:
-    """The scope of a measured step, beside every quantized tensor."""
-
-    products: bool = False  # The result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each.
 
 
 @dataclasses.dataclass(frozen=True)

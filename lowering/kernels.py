@@ -230,14 +230,12 @@ def statistics_kernel(
     MX: tl.constexpr, WIDTH: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, HAS_EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of copies of the matrices [size_r, size_c] of a batch, a tile a program.
-
-    rows: int32 [size_r], where HAS_ROWS, of each place the row that is there, -1 for none. groups: int32, the group of each
-    tile of rows. Of either copy: scale and inverse, float32, of each matrix or group a step apart (OF_TENSOR), or of each of
-    its lines; totals, float64 [matrices, tiles, TOTALS]. OF_BLOCKS, OF_SQUARES: first and second, float32, what `store_blocks`
-    stores of the blocks of each tile. OF_LINES: first and second, float64, the SQUARES and ERRORS [matrices, tiles along
-    lines, lines], and largest, float32, the amaxes.
-    """
+    """Statistics of copies of the matrices [size_r, size_c] of a batch, a tile a program. rows: int32 [size_r], where HAS_ROWS,
+    of each place the row that is there, -1 for none. groups: int32, the group of each tile of rows. Of either copy: scale and
+    inverse, float32, of each matrix or group a step apart (OF_TENSOR), or of each of its lines; totals, float64 [matrices,
+    tiles, TOTALS]. OF_BLOCKS, OF_SQUARES: first and second, float32, what `store_blocks` stores of the blocks of each tile.
+    OF_LINES: first and second, float64, the SQUARES and ERRORS [matrices, tiles along lines, lines], and largest, float32, the
+    amaxes."""
     tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_of(size_c, BLOCK))
     e = tl.program_id(1).to(tl.int64)
     x += e * step

@@ -24,11 +24,9 @@ from lowering.operation import operation
 
 @operation
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), elementwise.
-
-    Inductor's code on GPUs computes it of float32 in 5 instructions (`inductor.elementwise.sigmoid`). It takes the place of
-    aten's in compiled graphs alone, of SiLU and its gradient above all, that casts join; a rewritten graph shows aten's.
-    """
+    """1 / (1 + exp(-x)), elementwise. Inductor's code on GPUs computes it of float32 in 5 instructions
+    (`inductor.elementwise.sigmoid`). It takes the place of aten's in compiled graphs alone, of SiLU and its gradient above all,
+    that casts join; a rewritten graph shows aten's."""
     return torch.sigmoid(x)
 
 
@@ -39,11 +37,9 @@ def _(x: Tensor) -> Tensor:
 
 @operation
 def packed(parts: list[Tensor]) -> Tensor:
-    """The bytes of tensors one after another, each row-major, so that they travel together: uint8 [bytes].
-
-    A graph gives it all results of one operation at once: the way from an input to an all-gather is then one chain, which
-    passes that look for gathers of Parameters follow.
-    """
+    """The bytes of tensors one after another, each row-major, so that they travel together: uint8 [bytes]. A graph gives it all
+    results of one operation at once: the way from an input to an all-gather is then one chain, which passes that look for
+    gathers of Parameters follow."""
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 

@@ -20,10 +20,8 @@ _EXPONENT_AND_SIGN = -0x00800000  # int32 with the bits 0xFF800000
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, inf or NaN if an element is (NaN wins).
-
-    `x` is float32, bfloat16 or float16, of any shape and strides. Raises ValueError for other dtypes.
-    """
+    """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, inf or NaN if an element is (NaN wins). `x` is float32,
+    bfloat16 or float16, of any shape and strides. Raises ValueError for other dtypes."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return torch.amax(x.abs()).to(torch.float32)
@@ -32,11 +30,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> torch.Tensor:
-    """The factor that maps `amax` to the largest value of FP8 `dtype`; float32, shape of `amax`.
-
-    fp8_max / 2**margin / max(amax, epsilon), the largest finite float32 where that overflows, 1 where amax is 0, inf
-    or NaN; `power_of_2` rounds down to a power of two. Raises ValueError if `dtype` is not an FP8 dtype.
-    """
+    """The factor that maps `amax` to the largest value of FP8 `dtype`; float32, shape of `amax`. fp8_max / 2**margin /
+    max(amax, epsilon), the largest finite float32 where that overflows, 1 where amax is 0, inf or NaN; `power_of_2` rounds down
+    to a power of two. Raises ValueError if `dtype` is not an FP8 dtype."""
     return bounded_scale(amax, dtype, margin, epsilon, power_of_2, FLOAT32_MAX)
 
 
@@ -103,14 +99,12 @@ def quantize_as(
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`.
-
-    `scale` is a float32 scalar (as an argument of this function, not of the operation, it may also broadcast against x).
-    A finite overflow becomes +-fp8_max; NaN remains NaN; +-inf becomes +-inf (E5M2) or NaN (E4M3). Whether an
-    element is non-finite is decided on x: a finite x whose product overflows float32 saturates. The scale is finite and
-    positive, as `scale_from_amax` and `update_scales` make it; the sign of a NaN is not specified. `x` is float32,
-    bfloat16 or float16. Raises ValueError for another dtype of `x`, `scale` or the result.
-    """
+    """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`. `scale` is a float32 scalar (as an
+    argument of this function, not of the operation, it may also broadcast against x). A finite overflow becomes +-fp8_max; NaN
+    remains NaN; +-inf becomes +-inf (E5M2) or NaN (E4M3). Whether an element is non-finite is decided on x: a finite x whose
+    product overflows float32 saturates. The scale is finite and positive, as `scale_from_amax` and `update_scales` make it; the
+    sign of a NaN is not specified. `x` is float32, bfloat16 or float16. Raises ValueError for another dtype of `x`, `scale` or
+    the result."""
     limit = fp8_max(dtype)
     x = x.to(torch.float32)
     scaled = torch.clamp(x * scale, -limit, limit)  # clamp keeps NaN

@@ -49,13 +49,10 @@ def update_scales(
     algo: str = "max",
     margin: int = 0,
 ) -> None:
-    """The step boundary of delayed scaling for n tensors at once, in place.
-
-    amax_history [len, n], scale [n] and fp8_max [n] are float32; row 0 of the history is the staging row. `algo` is
-    "max" or "most_recent". num_non_finite [n] int32, if given, counts the steps whose staged amax was inf or NaN;
-    such a step leaves history and scale alone. Source: TransformerEngine's delayed scaling, with the differences
-    named in docs/numerics.md.
-    """
+    """The step boundary of delayed scaling for n tensors at once, in place. amax_history [len, n], scale [n] and fp8_max [n]
+    are float32; row 0 of the history is the staging row. `algo` is "max" or "most_recent". num_non_finite [n] int32, if given,
+    counts the steps whose staged amax was inf or NaN; such a step leaves history and scale alone. Source: TransformerEngine's
+    delayed scaling, with the differences named in docs/numerics.md."""
     rolled, window = rolled_history(amax_history)
     amax = window.amax(dim=0) if algo == "max" else window[0]
     update_from_amax(amax_history, rolled, scale, window[0], amax, scale_of(amax, fp8_max, margin), num_non_finite)
@@ -84,10 +81,8 @@ def update_from_amax(
     new_scale: torch.Tensor,
     num_non_finite: torch.Tensor | None,
 ) -> None:
-    """The boundary with an amax and a scale computed by the caller from `rolled_history`, in place.
-
-    History and scale change where the staged amax is finite and positive; elsewhere only the staging entry is cleared.
-    """
+    """The boundary with an amax and a scale computed by the caller from `rolled_history`, in place. History and scale change
+    where the staged amax is finite and positive; elsewhere only the staging entry is cleared."""
     valid = torch.isfinite(staged) & (staged > 0)
     amax_history.copy_(torch.where(valid, rolled, amax_history))
     finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite)

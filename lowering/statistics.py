@@ -75,17 +75,14 @@ def quantization_statistics(
     epsilon: float = 0.0,
     inverse: str | None = None,
 ) -> list[torch.Tensor]:
-    """The statistics [WIDTH] of FP8 copies of x [R, C], or of a batch [E, R, C], as the casts of this granularity make them:
-    of the rowwise copy, then of the columnwise one, those that are asked for. With one scale both have the same; ask for one.
-
+    """The statistics [WIDTH] of FP8 copies of x [R, C], or of a batch [E, R, C], as the casts of this granularity make them: of
+    the rowwise copy, then of the columnwise one, those that are asked for. With one scale both have the same; ask for one.
     scale and scale_inv: float32 scalars, or [E] of a batch, for "tensor_wise"; the others compute their own, along rows or,
     `columnwise`, along columns; square: blocks of "block_1x32" are 32x32; inverse: "multiply" or "divide", by what engines call
-    the scale (`scaling.quantize_as`). offs [G] int32 and index [S]: the groups of a grouped
-    GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
-    its own, and a row counts once for each slot that reads it. of_rows and of_columns: for "row_wise", the reciprocals of the
-    scales as the casts have made them, where they are known. Kernels take scales that are powers of two from them, and read x
-    once; the numbers are the same.
-    """
+    the scale (`scaling.quantize_as`). offs [G] int32 and index [S]: the groups of a grouped GEMM; without index its slots are
+    the rows. Rows that no group reads count nowhere; columnwise, every group has scales of its own, and a row counts once for
+    each slot that reads it. of_rows and of_columns: for "row_wise", the reciprocals of the scales as the casts have made them,
+    where they are known. Kernels take scales that are powers of two from them, and read x once; the numbers are the same."""
     how = How(Granularity(granularity), dtype, square, power_of_2, epsilon, inverse)
     given = x, how, scale, scale_inv, offs, index
     return [_of_copy(*given, side) for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
@@ -281,13 +278,11 @@ def statistics_of_parts(
     are_blocks: bool,
     offs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The statistics [WIDTH] of a matrix of `count` elements, of those of its parts.
-
-    squares and errors: float64, sums of each part; amax: float32; counts: UNDERFLOW + SATURATED * 2**b +
-    NON_FINITE * 2**2b of less than 2**b elements, with b = `PACKED_BITS` of its dtype; of one shape. scale: float32, of each
-    part if `are_blocks`, or a scalar; without the first dimension of the parts if blocks are cut along it. offs: the ends of
-    groups of rows, the last dimension of the parts; other rows count nowhere.
-    """
+    """The statistics [WIDTH] of a matrix of `count` elements, of those of its parts. squares and errors: float64, sums of each
+    part; amax: float32; counts: UNDERFLOW + SATURATED * 2**b + NON_FINITE * 2**2b of less than 2**b elements, with b =
+    `PACKED_BITS` of its dtype; of one shape. scale: float32, of each part if `are_blocks`, or a scalar; without the first
+    dimension of the parts if blocks are cut along it. offs: the ends of groups of rows, the last dimension of the parts; other
+    rows count nowhere."""
     bits = PACKED_BITS[counts.dtype]
     number = torch.full((), count, dtype=torch.int64, device=squares.device)
     if offs is not None:
@@ -306,12 +301,10 @@ def statistics_of_parts(
 def product_statistics(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, addend: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The statistics [WIDTH] of the result of an FP8 GEMM: SQUARES of the one in high precision, ERRORS of the difference.
-
-    out: the result in FP8's place. a, b and offs: the operands in high precision of `a @ b`, or of torch's grouped GEMM;
-    addend: what is added to it. The product is that of torch in the operands' dtype, rounded as it rounds. UNDERFLOW and
-    SATURATED are 0, as nothing is quantized. NON_FINITE counts elements of `out`. This costs a GEMM.
-    """
+    """The statistics [WIDTH] of the result of an FP8 GEMM: SQUARES of the one in high precision, ERRORS of the difference. out:
+    the result in FP8's place. a, b and offs: the operands in high precision of `a @ b`, or of torch's grouped GEMM; addend:
+    what is added to it. The product is that of torch in the operands' dtype, rounded as it rounds. UNDERFLOW and SATURATED are
+    0, as nothing is quantized. NON_FINITE counts elements of `out`. This costs a GEMM."""
     if a.dim() == 2 and b.dim() == 2 and offs is None:
         exact = a @ b if addend is None else torch.addmm(addend, a, b)
     elif offs is None:

@@ -7,12 +7,15 @@ each kind of GEMM is tried once per process and device on small matrices, and us
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lowering.formats import Granularity
 
 #: The alignment of addresses that libraries read.
 ALIGNMENT_BYTES = 16
@@ -31,6 +34,22 @@ def is_aligned(x: torch.Tensor) -> bool:
     """True if x begins where libraries can read it. A tensor without memory, as in tracing, begins as its view of it does."""
     offset = x.storage_offset() * x.element_size()
     return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductKind:
+    """Products of two matrices with scales of blocks that are right or wrong together."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype]
+    granularities: tuple[Granularity, Granularity]
+    bias_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+    is_ragged: bool = False
+
+    def __str__(self) -> str:
+        operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
+        return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
 
 
 class Trial(Generic[Gemm, Kind]):

@@ -306,27 +306,20 @@ class GraphContext:
         return {n: self.inputs[i] for n, i in found if i is not None and i < len(self.inputs)}
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorNames:
-    """Readable, stable names of the quantized tensors of a graph."""
-
-    of_value: dict[MatrixValue, TensorName]
-    aliases: tuple[tuple[TensorName, TensorName], ...]  # (another name, the name) of shared tensors: `wk:input`, `wq:input`.
-
-
-def name_tensors(sites: list[GemmSite]) -> TensorNames:
+def name_tensors(sites: list[GemmSite]) -> tuple[dict[MatrixValue, TensorName], tuple[tuple[TensorName, TensorName], ...]]:
     """Name each value after the first GEMM that reads it, whether that GEMM is rewritten or not. A second, different tensor of
-    the same module and kind gets `#2`, and so on: a module that is called twice."""
-    of_value: dict[MatrixValue, TensorName] = {}
+    the same module and kind gets `#2`, and so on: a module that is called twice. Returns the names, and (another name, the
+    name) of shared tensors: `wk:input`, `wq:input`."""
+    names: dict[MatrixValue, TensorName] = {}
     aliases: dict[tuple[str, str], tuple[TensorName, TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}
     for site in sites:
         for operand in site.operands:
             base = (site.module, operand.kind)
-            name = of_value.get(operand.value)
+            name = names.get(operand.value)
             if name is None:
                 counts[base] = counts.get(base, 0) + 1
-                of_value[operand.value] = TensorName(site.module, operand.kind, counts[base], path=site.path)
+                names[operand.value] = TensorName(site.module, operand.kind, counts[base], path=site.path)
             elif (name.module, name.kind) != base:
                 aliases.setdefault(base, (TensorName(site.module, operand.kind, path=site.path), name))
-    return TensorNames(of_value, tuple(pair for base, pair in aliases.items() if base not in counts))
+    return names, tuple(pair for base, pair in aliases.items() if base not in counts)

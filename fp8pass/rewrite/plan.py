@@ -21,7 +21,6 @@ from fp8pass.graph.gathers import Gather, is_gathered
 from fp8pass.graph.gemms import (
     GemmSite,
     Sharded,
-    TensorNames,
     addend_of,
     has_group_bias,
     is_fast_path,
@@ -29,8 +28,8 @@ from fp8pass.graph.gemms import (
     operands_of,
 )
 from fp8pass.graph.origin import TensorName
-from fp8pass.graph.values import Operand, by_key, same_size, value_of
-from fp8pass.inputs import USUAL, MonitorSpec
+from fp8pass.graph.values import MatrixValue, Operand, by_key, same_size, value_of
+from fp8pass.inputs import USUAL, Measured
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization
@@ -52,7 +51,7 @@ class Options:
     """Every result cut from a padded N is copied, for backends that take the strides of tracing for granted; otherwise those
     that the graph returns."""
     given: CompileOptions = dataclasses.field(default_factory=CompileOptions)  # The user's.
-    watch: MonitorSpec | None = None  # The statistics that the graph measures; None: nothing.
+    watch: Measured | None = None  # The statistics that the graph measures; None: nothing.
     variants: frozenset[str] = USUAL  # Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`.
     device: Device | None = None  # Whose constants estimates are made with; None: those of the device that a GEMM is on.
     may_ask: bool = False  # The graph may be compiled again with inputs for cached copies: NOTE [two attempts] in `weights.py`.
@@ -134,7 +133,8 @@ class Plan:
     """Everything that is done to one graph."""
 
     decisions: tuple[Decision, ...]
-    names: TensorNames
+    names: Mapping[MatrixValue, TensorName] = dataclasses.field(default_factory=dict)  # Of tensors, quantized or not.
+    aliases: tuple[tuple[TensorName, TensorName], ...] = ()  # (another name, the name) of shared tensors.
     gathers: tuple[Gathered, ...] = ()  # Every all-gather that feeds FP8 GEMMs, in graph order.
     weights: tuple[KeptWeight, ...] = ()  # Every weight whose copies may be kept between calls.
     fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
@@ -202,7 +202,7 @@ def make_plan(
 ) -> Plan:
     """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`. selected: the GEMMs
     that are in high precision unless a rule matches them, with the reason."""
-    names = name_tensors(sites)
+    names, aliases = name_tensors(sites)
     decisions: dict[fx.Node, Decision] = {}
     for site in sites:  # the forward's first
         decision = _decide(site, rules, names, state_device, selected or {})
@@ -211,7 +211,7 @@ def make_plan(
         if isinstance(decision, HighPrecision) and isinstance(forward, Rewritten) and overrides and site.form is None:
             decision = dataclasses.replace(decision, dequantized=_dequantized(site, forward))
         decisions[site.node] = decision
-    return Plan(tuple(decisions.values()), names)
+    return Plan(tuple(decisions.values()), names, aliases)
 
 
 def _dequantized(site: GemmSite, forward: Rewritten) -> tuple[tuple[int, Copy], ...]:
@@ -225,7 +225,11 @@ def _is_aligned(size: object) -> bool:
 
 
 def _decide(
-    site: GemmSite, rules: Rules, names: TensorNames, state_device: torch.device | None, selected: Mapping[fx.Node, Reason]
+    site: GemmSite,
+    rules: Rules,
+    names: Mapping[MatrixValue, TensorName],
+    state_device: torch.device | None,
+    selected: Mapping[fx.Node, Reason],
 ) -> Decision:
     rule = rules.find(site.module, site.role)
     if rule is None:
@@ -246,7 +250,7 @@ def _decide(
     if reason is not None:
         return HighPrecision(site, recipe if recipe.has_gemms else None, reason)
     a, b = (
-        Copy(operand.value, operand.transposed != is_second, quantization, recipe, names.of_value[operand.value])
+        Copy(operand.value, operand.transposed != is_second, quantization, recipe, names[operand.value])
         for operand, is_second, quantization in zip(site.operands, (False, True), quantizations, strict=True)
     )
     return Rewritten(site, recipe, (a, b))

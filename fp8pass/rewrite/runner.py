@@ -21,7 +21,7 @@ from torch._logging._internal import trace_structured
 from fp8pass.cost import Estimate
 from fp8pass.errors import Reason
 from fp8pass.graph.gathers import Gather, equal_gathers
-from fp8pass.graph.gemms import GemmSite, GraphContext, TensorNames, offs_of
+from fp8pass.graph.gemms import GemmSite, GraphContext, offs_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
 from fp8pass.graph.values import operation_name
@@ -73,7 +73,7 @@ class Work:
     sites: tuple[GemmSite, ...] = ()
     selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)  # GEMMs in high precision unless a rule says.
     heads: frozenset[fx.Node] = frozenset()  # GEMMs that look like a head.
-    plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
+    plan: Plan = dataclasses.field(default_factory=lambda: Plan(()))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
     watched: tuple[MonitorRow, ...] = ()  # The statistics that the graph measures.
     sent_as_bytes: tuple[Gather, ...] = ()  # Gathers in high precision that send uint8, as they were before.
@@ -339,7 +339,7 @@ def rewrite(
     return Rewrite(
         gemms=gemms,
         tensors=tensors,
-        aliases=work.plan.names.aliases,
+        aliases=work.plan.aliases,
         gathers=gathers,
         weights=weights,
         kept=kept_records(work.plan, work.options.given.weight_copies),

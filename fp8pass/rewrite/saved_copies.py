@@ -108,10 +108,8 @@ class SharedCopies:
 
 
 def operands(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, int | None]]:
-    """The operands of all FP8 GEMMs that the forward makes, those that the backward reads first.
-
-    Each is (GEMM, data, scales, position of the scale in a vector), data and scales as nodes of the forward, of the backward's
-    GEMMs as its results."""
+    """The operands of all FP8 GEMMs that the forward makes, those that the backward reads first. Each is (GEMM, data, scales,
+    position of the scale in a vector), data and scales as nodes of the forward, of the backward's GEMMs as its results."""
     results = {node.name: node for node in forward.output_node().all_input_nodes}
     for graph in (backward, forward):
         for gemm in filter(is_scaled_gemm, graph.nodes):

@@ -25,10 +25,8 @@ from lowering.paths import GemmPath, path_of
 
 def estimate(plan: Plan, device: cost.Device | None) -> Plan:
     """The plan with an estimate for every GEMM whose sizes are known. A cast counts once over the GEMMs that read it, and not
-    at all if its copies are kept from step to step.
-
-    device: whose constants are used; None: those of the device that each GEMM is on.
-    """
+    at all if its copies are kept from step to step. device: whose constants are used; None: those of the device that each GEMM
+    is on."""
     casts = _casts(plan)
     paths = {d.site.node: path for d in plan.rewritten if (path := _path(d, device))}
     found = {d.site.node: expected for d in plan.decisions if (expected := _of(d, casts, device, paths))}

@@ -16,7 +16,7 @@ from fp8pass.graph.cursor import Cursor, pin
 from fp8pass.graph.gemms import GemmSite, kind_of, operands_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import argument, value_of
-from fp8pass.inputs import STATISTICS, CapacityExceeded, MonitorRow, MonitorSpec
+from fp8pass.inputs import STATISTICS, CapacityExceeded, Measured, MonitorRow
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
 from fp8pass.schemes.emitter import Emitter
@@ -33,7 +33,7 @@ class StatisticsInserter:
     """Inserts the operations that measure. Invariant: it adds nodes that read, and changes none but its own: what measures
     one copy of a value is replaced where the other copy is made, so that one read serves both."""
 
-    def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: MonitorSpec):
+    def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: Measured):
         self._buffers = {side: inputs[STATISTICS[side]] for side in (False, True)}
         self.watch = watch
         self.rows: list[MonitorRow] = []
@@ -98,7 +98,7 @@ class StatisticsInserter:
 
     def product(self, cursor: Cursor, site: GemmSite, recipe: Recipe, out: fx.Node, addend: fx.Node | None) -> None:
         """Measure the result of a GEMM against that in high precision, of the operands as the graph had them."""
-        if not self.watch.products:
+        if self.watch != "products":
             return
         cursor = cursor.at(cursor.before, cursor.backward)
         a, b = (_as_multiplied(cursor, site.node, i) for i in (0, 1))

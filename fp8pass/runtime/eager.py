@@ -505,9 +505,8 @@ def _plain(function: str) -> str:
 
 
 def _place(code: CodeType, stack: Iterable[FrameSummary]) -> str:
-    """A function with the line that broke its graph and, if that line is in a function it calls, the latter.
-
-    stack: the user's code where Dynamo stopped, the innermost function last."""
+    """A function with the line that broke its graph and, if that line is in a function it calls, the latter. stack: the user's
+    code where Dynamo stopped, the innermost function last."""
     users = [at for at in stack if not at.filename.startswith((_TORCH, _OWN))]
     own = [at for at in users if (at.filename, _plain(at.name)) == (code.co_filename, _plain(code.co_name))]
     place = named(code) if not own else _at(code.co_name, code.co_filename, own[-1].lineno)

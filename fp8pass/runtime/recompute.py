@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8pass.inputs import MonitorSpec
+from fp8pass.inputs import Measured
 from fp8pass.rules import Rules
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -40,7 +40,7 @@ class GraphKey:
     """The rules and the measurement of a step, which choose the graph that a call runs: NOTE [a switch] in `frame.py`."""
 
     rules: Rules
-    watch: MonitorSpec | None = None  # The scope of a measured step.
+    watch: Measured | None = None  # The scope of a measured step.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from fp8pass.errors import InvariantError, OptionError, RuleError
 from fp8pass.graph.gemms import GraphInput, Surroundings
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
-from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec, in_backward
+from fp8pass.inputs import ExtraInput, InputProvider, Measured, in_backward
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.report import GemmRecord
@@ -184,9 +184,9 @@ class Session:
         return GraphKey(self.rules, self.watch)
 
     @property
-    def watch(self) -> MonitorSpec | None:
+    def watch(self) -> Measured | None:
         """The scope of measurement in this step; None: it is not measured."""
-        scope: MonitorSpec | None = None if self.monitor is None else self.monitor.watch(self.num_steps)
+        scope: Measured | None = None if self.monitor is None else self.monitor.watch(self.num_steps)
         return scope
 
     def providers_of(self, key: GraphKey) -> tuple[InputProvider, ...]:
@@ -309,10 +309,8 @@ class Session:
         return self._next_rules is not None
 
     def use_rules(self, rules: Rules) -> None:
-        """Switch to other rules at the next step boundary, which is now if nothing has trained since the last one.
-
-        Raises RuleError, and changes nothing, if modules that share a graph would have to follow different ones.
-        """
+        """Switch to other rules at the next step boundary, which is now if nothing has trained since the last one. Raises
+        RuleError, and changes nothing, if modules that share a graph would have to follow different ones."""
         for graph, placements in self.every_graph.items():
             for placement in placements:
                 graph.check_rules(placement, [rules])

@@ -89,12 +89,10 @@ def quantize(
     scale: torch.Tensor | None = None,
     others: Sequence[torch.Tensor] | None = None,
 ) -> list[Made]:
-    """Quantize matrices and batches, all matrices in one launch.
-
-    scale: [entries] float32, those of all weights in the state, in order; None for kinds without state. others: the matrices
-    that share one scale with all the weights, of a kind without state; None: weights have scales of their own. The results
-    share no memory with the arguments, and each begins at a multiple of 16 bytes.
-    """
+    """Quantize matrices and batches, all matrices in one launch. scale: [entries] float32, those of all weights in the state,
+    in order; None for kinds without state. others: the matrices that share one scale with all the weights, of a kind without
+    state; None: weights have scales of their own. The results share no memory with the arguments, and each begins at a multiple
+    of 16 bytes."""
     # In inference mode they would be inference tensors, which no backward can save.
     with torch.inference_mode(False), torch.no_grad():
         loaded = None

@@ -111,12 +111,10 @@ class Emitter:
             never_recompute(loaded, *self.loaded)
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
-        """Make the copies of casts, all in one launch: those of each, rowwise first. Several casts have equal `launch_key`s
-        and read matrices; a single one may have any source but `FromInput`.
-
-        reads: the matrices or batches. For `FromGather` the gathered tensor as the GEMMs read it: the moves that lead to it
-        from the gather are repeated on the copies. For `FromCopy` the data of that copy.
-        """
+        """Make the copies of casts, all in one launch: those of each, rowwise first. Several casts have equal `launch_key`s and
+        read matrices; a single one may have any source but `FromInput`. reads: the matrices or batches. For `FromGather` the
+        gathered tensor as the GEMMs read it: the moves that lead to it from the gather are repeated on the copies. For
+        `FromCopy` the data of that copy."""
         cast, read = casts[0], reads[0]
         if isinstance(cast.source, FromGather):
             shard = self.scheme.shard if self.scheme.computes_scales else self._shard

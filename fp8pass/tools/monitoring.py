@@ -21,8 +21,8 @@ from fp8pass.inputs import (
     BoundInputs,
     ExtraInput,
     InputProvider,
+    Measured,
     MonitorRow,
-    MonitorSpec,
     Needed,
     Placed,
     Records,
@@ -308,7 +308,7 @@ class Monitor:
     """
 
     def __init__(self, parts: Sequence[Part], every: int, log: Log | None, products: bool):
-        self._sessions = [SessionMonitor(self, part, every, MonitorSpec(products)) for part in parts]
+        self._sessions = [SessionMonitor(self, part, every, "products" if products else "tensors") for part in parts]
         self._log = log
         self._latest: Measurement | None = None
 
@@ -363,14 +363,14 @@ class Monitor:
 class SessionMonitor:
     """The monitor of one session: see `Session.monitor`."""
 
-    def __init__(self, monitor: Monitor, part: Part, every: int, spec: MonitorSpec):
+    def __init__(self, monitor: Monitor, part: Part, every: int, scope: Measured):
         self.session = session = part.session
         if session.measuring is None:
             session.measuring = StatisticsProvider()
         assert isinstance(session.measuring, StatisticsProvider)
         self.provider = session.measuring
         self.provider.take()
-        self._monitor, self._part, self._every, self._spec = monitor, part, every, spec
+        self._monitor, self._part, self._every, self._scope = monitor, part, every, scope
         session.monitor = self
         session.clock.agrees = is_distributed(None)
 
@@ -379,9 +379,9 @@ class SessionMonitor:
         """The latest numbers of the whole monitor."""
         return self._monitor.latest
 
-    def watch(self, step: int) -> MonitorSpec | None:
+    def watch(self, step: int) -> Measured | None:
         """The scope of a step that is measured; None for one that is not."""
-        return self._spec if step % self._every == 0 else None
+        return self._scope if step % self._every == 0 else None
 
     def after_step(self, step: int) -> None:
         """Take the numbers of a step, of all ranks together."""

@@ -169,16 +169,14 @@ def scaled_mm_blockwise(
     out_dtype: torch.dtype = torch.bfloat16,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`.
-
-    a is row-major, b column-major (the transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N,
-    K]; the granularities are 1x128 or 128x128, not both 128x128. Each 128 of K accumulates in the tensor cores, is
-    multiplied by its factors and added in float32; the bias, of any float dtype, is added in float32; the sum is rounded
-    once. `implementation`: "auto" or one of `gemm.IMPLEMENTATIONS`. "auto" is the reference on the CPU; on CUDA DeepGEMM, else
-    cuBLASLt, where it has this GEMM and a trial showed that it is right, else Triton. "reference" emulates on any device;
-    "mxfp8", for scales that are powers of two, multiplies as SM100 does. Raises ValueError for operands that do not fit and
-    for an implementation that cannot, NotImplementedError on a GPU whose tensor cores cannot.
-    """
+    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`. a is row-major, b column-major (the
+    transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N, K]; the granularities are 1x128 or 128x128,
+    not both 128x128. Each 128 of K accumulates in the tensor cores, is multiplied by its factors and added in float32; the
+    bias, of any float dtype, is added in float32; the sum is rounded once. `implementation`: "auto" or one of
+    `gemm.IMPLEMENTATIONS`. "auto" is the reference on the CPU; on CUDA DeepGEMM, else cuBLASLt, where it has this GEMM and a
+    trial showed that it is right, else Triton. "reference" emulates on any device; "mxfp8", for scales that are powers of two,
+    multiplies as SM100 does. Raises ValueError for operands that do not fit and for an implementation that cannot,
+    NotImplementedError on a GPU whose tensor cores cannot."""
     out = dequantize(a, scale_inv_a, granularity_a) @ dequantize(b.t(), scale_inv_b, granularity_b).t()
     return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
 
@@ -239,12 +237,10 @@ def check_scales(
 
 
 def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> Granularity:
-    """The blocks that compact scales of an operand belong to, told by their shape.
-
-    The operand is [outer, inner], and with `transposed` both it and its scales stand transposed. A square grid looks
-    the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
-    `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
-    """
+    """The blocks that compact scales of an operand belong to, told by their shape. The operand is [outer, inner], and with
+    `transposed` both it and its scales stand transposed. A square grid looks the same either way; there the scales of a
+    transposed operand must be column-major like it, because the scales of `quantize_blockwise` passed without their `.t()`
+    would give wrong numbers in silence."""
     shapes = [scaling.scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
     if transposed:
         shapes = [shape[::-1] for shape in shapes]

@@ -12,37 +12,21 @@ import torch
 from lowering.blockwise import reference
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.copies import num_blocks
-from lowering.formats import BLOCK, Granularity
-from lowering.trials import fault_of_sizes
+from lowering.formats import BLOCK
+from lowering.trials import ProductKind, fault_of_sizes
 
 #: M, N, K: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
 _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockwiseKind:
-    """GEMMs that are right or wrong together."""
-
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype]
-    granularities: tuple[Granularity, Granularity]
-    bias_dtype: torch.dtype | None
-    out_dtype: torch.dtype
-    is_ragged: bool
-
-    def __str__(self) -> str:
-        operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
-        return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
-
-
-def kind_of(gemm: BlockwiseGemm) -> BlockwiseKind:
+def kind_of(gemm: BlockwiseGemm) -> ProductKind:
     """The kind that a GEMM is of."""
     is_ragged = any(size % BLOCK for size in gemm.sizes)
     dtypes = gemm.a.dtype, gemm.b.dtype
-    return BlockwiseKind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
+    return ProductKind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
 
 
-def fault_of_kind(kind: BlockwiseKind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
+def fault_of_kind(kind: ProductKind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
     """The fault of a library's results, or None."""
     granularity_a, granularity_b = kind.granularities
 

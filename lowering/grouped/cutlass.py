@@ -45,10 +45,8 @@ def refusal(given: GroupedGemm) -> str | None:
 
 
 def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
-    """See `reference.scaled_grouped_mm`; only for arguments that `refusal` accepts.
-
-    Rows that belong to no group are left as they are in memory: the caller clears them.
-    """
+    """See `reference.scaled_grouped_mm`; only for arguments that `refusal` accepts. Rows that belong to no group are left as
+    they are in memory: the caller clears them."""
     a, b, offs, scale_inv_a, scale_inv_b = given.a, given.b, given.offs, given.scale_inv_a, given.scale_inv_b
     lines_a, lines_b = (*a.shape[:-1],), (*b.shape[:-2], b.shape[-1])
     if offs is not None and b.dim() == 2:

@@ -92,10 +92,8 @@ def alignment_refusal() -> str | None:
 
 
 def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
-    """See `reference.scaled_grouped_mm`; only for arguments that `refusal` accepts.
-
-    Rows that belong to no group are left as they are in memory: the caller clears them.
-    """
+    """See `reference.scaled_grouped_mm`; only for arguments that `refusal` accepts. Rows that belong to no group are left as
+    they are in memory: the caller clears them."""
     if given.granularities == _BY_LINES:
         return _gradients(given)
     return _rows(given) if form_of(given) == ROWS else _batches(given)

@@ -190,11 +190,9 @@ def _product(product: Product, kinds: tuple[Granularity, Granularity]) -> torch.
 
 
 def valid_rows(offs: torch.Tensor, num_rows: int, index: torch.Tensor | None = None) -> torch.Tensor:
-    """True for rows of a matrix [num_rows, C] that belong to a group, or with `index` [S] are read by one: bool [num_rows].
-
-    Row r of the groups is row index[r] of the matrix, counted from its end where negative. What is False may be uninitialized
-    memory: it must reach no amax.
-    """
+    """True for rows of a matrix [num_rows, C] that belong to a group, or with `index` [S] are read by one: bool [num_rows]. Row
+    r of the groups is row index[r] of the matrix, counted from its end where negative. What is False may be uninitialized
+    memory: it must reach no amax."""
     count = num_rows if index is None else index.shape[0]
     is_valid = torch.arange(count, device=offs.device) < offs[-1]
     if index is None:
@@ -246,12 +244,10 @@ def _rows_at_padded_offsets(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 
 
 def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None = None, *, align: int = 16) -> torch.Tensor:
-    """The columnwise copy [C, P] of the rows of q in groups at padded offsets: the bytes of q, moved.
-
-    q is FP8 [S, C], or with `index` [S] (int32 or int64) a matrix [T, C] whose rows q[index] are in groups: gather and
-    transposition are one. Zeros between groups; rows that belong to no group are not read. For scales that do not depend on
-    the row, so that both copies of a matrix hold the same values. P: `layouts.padded_width`.
-    """
+    """The columnwise copy [C, P] of the rows of q in groups at padded offsets: the bytes of q, moved. q is FP8 [S, C], or with
+    `index` [S] (int32 or int64) a matrix [T, C] whose rows q[index] are in groups: gather and transposition are one. Zeros
+    between groups; rows that belong to no group are not read. For scales that do not depend on the row, so that both copies of
+    a matrix hold the same values. P: `layouts.padded_width`."""
     rows, _ = padded_rows(q, offs, index, align)
     moved = _rows_at_padded_offsets(q.view(torch.uint8), rows)
     return dense(moved.t()).view(q.dtype)

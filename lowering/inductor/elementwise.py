@@ -22,10 +22,8 @@ def to_float32(value: Any, dtype: torch.dtype) -> Any:
 
 
 def magnitude_bits(x: Any) -> Any:
-    """|x| of float32 as int32 bits, whose order is that of the magnitudes, with NaN above all.
-
-    An integer maximum is one instruction. Inductor's maximum of floats keeps NaN too, but takes four for it.
-    """
+    """|x| of float32 as int32 bits, whose order is that of the magnitudes, with NaN above all. An integer maximum is one
+    instruction. Inductor's maximum of floats keeps NaN too, but takes four for it."""
     bits = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
     return ops.bitwise_and(bits, _int(0x7FFFFFFF))
 
@@ -109,12 +107,9 @@ def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:
 
 def sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x)) of float32: with t = 1 + 2**(-x / ln 2), (t**-0.5)**2. Within some 3 ulp, and what rounding x / ln 2
-    costs the exponential of a large one, in every form.
-
-    With Triton's exp and / it is fourteen instructions, nine of them for a negation and for subnormal operands and results. Its
-    exp2 and rsqrt flush these to zero: five. That changes nothing above 2**-126, for t is at least 1. The errors of
-    ex2.approx.ftz and rsqrt.approx.ftz are in the PTX ISA.
-    """
+    costs the exponential of a large one, in every form. With Triton's exp and / it is fourteen instructions, nine of them for a
+    negation and for subnormal operands and results. Its exp2 and rsqrt flush these to zero: five. That changes nothing above
+    2**-126, for t is at least 1. The errors of ex2.approx.ftz and rsqrt.approx.ftz are in the PTX ISA."""
     t = ops.add(ops.exp2(ops.mul(x, _float(-1.0 / math.log(2.0)))), _float(1.0))
     root = ops.rsqrt(t)
     return ops.mul(root, root)

@@ -17,33 +17,17 @@ from lowering.copies import num_blocks
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
 from lowering.products import Product
-from lowering.trials import Decisions, Trial, fault_of_sizes, layout_of
+from lowering.trials import Decisions, ProductKind, Trial, fault_of_sizes, layout_of
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class MXKind:
-    """GEMMs that are right or wrong together."""
-
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype]
-    bias_dtype: torch.dtype | None
-    out_dtype: torch.dtype
-
-    @property
-    def granularities(self) -> tuple[Granularity, Granularity]:
-        return Granularity.BLOCK_1X32, Granularity.BLOCK_1X32
-
-    def __str__(self) -> str:
-        return f"{self.dtypes[0]} by {self.dtypes[1]} to {self.out_dtype} on {self.device}"
-
-
+_SCALES = (Granularity.BLOCK_1X32, Granularity.BLOCK_1X32)
 #: M, N and K of a trial: whole tiles of 128 rows and 128 of K, and what leaves them ragged.
 _SIZES = ((256, 384, 512), (130, 272, 160))
 
 
-def _fault_of_kind(kind: MXKind) -> str | None:
+def _fault_of_kind(kind: ProductKind) -> str | None:
     def made(m: int, n: int, k: int, bias: Tensor | None) -> tuple[Callable[[], Tensor], Tensor]:
         generator = torch.Generator().manual_seed(m)  # the user's random numbers are left alone
         (a, scale_a), (b, scale_b) = (
@@ -64,8 +48,8 @@ def _operand(rows: int, k: int, dtype: torch.dtype, generator: torch.Generator) 
     return list(reference.cast_mxfp8([x], dtype))
 
 
-def _kind_of(product: Product) -> MXKind:
-    return MXKind(product.a.device, (product.a.dtype, product.b.dtype), product.bias_dtype, product.out_dtype)
+def _kind_of(product: Product) -> ProductKind:
+    return ProductKind(product.a.device, (product.a.dtype, product.b.dtype), _SCALES, product.bias_dtype, product.out_dtype)
 
 
 trial = Trial(log, "cuBLASLt's MXFP8 GEMM", _kind_of, _fault_of_kind, "nothing")

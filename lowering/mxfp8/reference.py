@@ -64,14 +64,12 @@ def cast_mxfp8(
     compact: bool = False,
 ) -> list[torch.Tensor]:
     """FP8 copies of matrices [R, C] or batches [E, R, C], and an E8M0 code per block: q = saturated(x / 2**(code - 127)).
-
     Returns the rowwise copies of all, their codes, the columnwise copies of all, their codes. Copies are [R, C32] and [C, R32],
     the transposes; padding is that of lowering/copies.py, to multiples of 32. Codes, uint8, are GEMM-ready; of batches, whose
     grouped GEMMs read them so, compact with one for each line of a 32x32 tile, and 0 for lines of padding. compact: for data
     that travel, neither transposed nor padded: copies [R, C], codes [R, ceil(C/32)] and [ceil(R/32), C], with `square` both
     [ceil(R/32), ceil(C/32)]. Each copy is quantized along its own contraction dimension; with `square` one grid serves both.
-    Codes and values, also of what is not finite: `lowering.quantize_mxfp8`.
-    """
+    Codes and values, also of what is not finite: `lowering.quantize_mxfp8`."""
     sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
 
@@ -124,12 +122,10 @@ def e8m0_scales(
     square_a: bool = False,
     square_b: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GEMM-ready scales of MXFP8 that say what those of blocks of 128 say, for copies a [m, k] and b [n, k].
-
-    scale_inv: float32 powers of two, the GEMM-ready scales of blockwise copies: [ceil(k/128), outer and padding], with `square`
-    [ceil(outer/128), ceil(k/128) and padding]. 2**-127 and the padding, 0.0, have code 0; of another value the exponent counts.
-    Raises ValueError for scales of another shape or dtype.
-    """
+    """GEMM-ready scales of MXFP8 that say what those of blocks of 128 say, for copies a [m, k] and b [n, k]. scale_inv: float32
+    powers of two, the GEMM-ready scales of blockwise copies: [ceil(k/128), outer and padding], with `square` [ceil(outer/128),
+    ceil(k/128) and padding]. 2**-127 and the padding, 0.0, have code 0; of another value the exponent counts. Raises ValueError
+    for scales of another shape or dtype."""
     return _codes_of_128(scale_inv_a, m, k, square_a), _codes_of_128(scale_inv_b, n, k, square_b)
 
 
@@ -170,12 +166,10 @@ def scaled_mm_mxfp8(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`.
-
-    a is row-major, b column-major (the transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N, K].
-    Sums and the bias, of any float dtype, are added in float32 and rounded once. The CPU emulates; a GPU needs SM100. Raises
-    ValueError for operands that do not fit, NotImplementedError on another GPU.
-    """
+    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`. a is row-major, b column-major (the
+    transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N, K]. Sums and the bias, of any float dtype,
+    are added in float32 and rounded once. The CPU emulates; a GPU needs SM100. Raises ValueError for operands that do not fit,
+    NotImplementedError on another GPU."""
     out = dequantize(a, scale_a) @ dequantize(b.t(), scale_b).t()
     return finished(out, Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))
 

@@ -28,9 +28,8 @@ from lowering.scaling import quantize_as, scales_from_amax
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
-    """The largest magnitude of every line: for each matrix [R, C] first its rows [R], then its columns [C], all in one
-    float32 vector. 0 for a line without elements; inf or NaN if an element is (NaN wins).
-    """
+    """The largest magnitude of every line: for each matrix [R, C] first its rows [R], then its columns [C], all in one float32
+    vector. 0 for a line without elements; inf or NaN if an element is (NaN wins)."""
     parts = []
     for x in xs:
         parts += [_amax(x, dim=1)] if rowwise else []
@@ -69,11 +68,9 @@ def cast_lines_rowwise(
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
-    """The FP8 copies of matrices whose `amax_rowwise` is known.
-
-    Returns the rowwise copies of all matrices, the columnwise copies (what was not asked for is left out), and the scales of
-    all copies in one vector (`scale_slices`), 1 between them. Each copy with its scales is what `cast_rowwise` returns.
-    """
+    """The FP8 copies of matrices whose `amax_rowwise` is known. Returns the rowwise copies of all matrices, the columnwise
+    copies (what was not asked for is left out), and the scales of all copies in one vector (`scale_slices`), 1 between them.
+    Each copy with its scales is what `cast_rowwise` returns."""
     sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     slices, length = scale_slices([x.shape for x in xs], sides)
     scales = amaxes.new_ones(length)
@@ -120,17 +117,14 @@ def cast_rowwise(
     inverse: str | None = None,
 ) -> list[torch.Tensor]:
     """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
-    scale_inv = 1/scale.
-
-    Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
-    [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are contiguous [outer, 1],
-    [E, outer, 1] of a batch, and 1 for lines of padding. Each line has the scale of `scale_from_amax` with the amax of its
-    elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows; `power_of_2` rounds it
-    down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. inverse: as
-    inference engines quantize (`scaling.scales_from_amax`, `scaling.quantize_as`), with power_of_2=False. Raises ValueError for
-    another dtype or type. Sources: torchao's rowwise float8 recipe, docs/numerics.md; of "divide" transformers'
-    integrations/compressed_tensors.py.
-    """
+    scale_inv = 1/scale. Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv.
+    Copies are [R, C16] and [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are
+    contiguous [outer, 1], [E, outer, 1] of a batch, and 1 for lines of padding. Each line has the scale of `scale_from_amax`
+    with the amax of its elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows;
+    `power_of_2` rounds it down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in
+    `quantize`. inverse: as inference engines quantize (`scaling.scales_from_amax`, `scaling.quantize_as`), with
+    power_of_2=False. Raises ValueError for another dtype or type. Sources: torchao's rowwise float8 recipe, docs/numerics.md;
+    of "divide" transformers' integrations/compressed_tensors.py."""
     sides, how = CastOptions(rowwise, columnwise, pad_rows, pad_cols), (power_of_2, epsilon, inverse)
     return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, *how))
 
@@ -151,13 +145,10 @@ def scaled_mm_rowwise(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """(a @ b) * scale_inv_a * scale_inv_b.t() + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once
-    to out_dtype.
-
-    scale_inv_a is [M, 1], scale_inv_b [N, 1]: the scales of the copy [N, K] whose transpose b is. Either may be a scalar,
-    which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
-    nothing.
-    """
+    """(a @ b) * scale_inv_a * scale_inv_b.t() + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once to
+    out_dtype. scale_inv_a is [M, 1], scale_inv_b [N, 1]: the scales of the copy [N, K] whose transpose b is. Either may be a
+    scalar, which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
+    nothing."""
     return products.of_lines(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
 
 

@@ -252,10 +252,8 @@ def cast_kernel(
     stride_r, stride_c, out_stride_r, out_stride_c, stride_e, out_stride_e, scale_stride,
     BATCHED: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """out [out_rows, out_cols] = FP8 bits of x [rows, cols] times the scalar scale, zeros beyond x. Any strides.
-
-    WITH_AMAX: partials[tile] = bits of max |x| over the tile. BATCHED: of each matrix, the second dimension of the grid.
-    """
+    """out [out_rows, out_cols] = FP8 bits of x [rows, cols] times the scalar scale, zeros beyond x. Any strides. WITH_AMAX:
+    partials[tile] = bits of max |x| over the tile. BATCHED: of each matrix, the second dimension of the grid."""
     tile = tl.program_id(0)
     if BATCHED:
         e = tl.program_id(1).to(tl.int64)
@@ -382,11 +380,9 @@ def cast_transpose_kernel(
     rowwise_rows, cols16, columnwise_rows, rows16, stride_e, scale_stride, BATCHED: tl.constexpr,
     ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x.
-
-    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile. BATCHED: of each
-    matrix, the second dimension of the grid.
-    """
+    """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x. Without ROWWISE
+    the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile. BATCHED: of each matrix, the second
+    dimension of the grid."""
     tile = tl.program_id(0)
     if BATCHED:
         e = tl.program_id(1).to(tl.int64)

@@ -43,14 +43,12 @@ def cast(
     with_amax: bool = False,
     in_parts: bool = False,
 ) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], each quantized with its scale (`quantize`).
-
-    Returns the rowwise copies [R, C16] of all, then the columnwise ones [C, R16], the transposes; padding is that of
-    lowering/copies.py, to multiples of 16. scales: a float32 scalar for each of xs; for a batch [E] also, one for each of its
-    matrices. with_amax: the last result is the float32 amax: a scalar of one matrix; of several, or of batches, a vector with
-    an entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`num_parts`),
-    which `record_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
-    """
+    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], each quantized with its scale (`quantize`). Returns the
+    rowwise copies [R, C16] of all, then the columnwise ones [C, R16], the transposes; padding is that of lowering/copies.py, to
+    multiples of 16. scales: a float32 scalar for each of xs; for a batch [E] also, one for each of its matrices. with_amax: the
+    last result is the float32 amax: a scalar of one matrix; of several, or of batches, a vector with an entry for each matrix.
+    in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`num_parts`), which `record_amax` takes. Raises
+    ValueError for arguments of other shapes or dtypes."""
     each = [scale.reshape(-1, 1, 1) if x.dim() == 3 else scale for x, scale in zip(xs, scales, strict=True)]
     values = [quantize(x, scale, dtype) for x, scale in zip(xs, each, strict=True)]
     row = [padded(q, pad_rows) for q in values] if rowwise else []
@@ -90,12 +88,9 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once
-    to out_dtype.
-
-    The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
-    nothing.
-    """
+    """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once to
+    out_dtype. The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
+    nothing."""
     return products.of_tensors(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
 
 

@@ -34,11 +34,8 @@ def as_float32(x):
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| of float32 values as int32 bits.
-
-    For non-negative floats integer order is float order, with inf above every finite value and NaN above inf: an
-    integer maximum therefore propagates NaN, which a float maximum drops.
-    """
+    """|x| of float32 values as int32 bits. For non-negative floats integer order is float order, with inf above every finite
+    value and NaN above inf: an integer maximum therefore propagates NaN, which a float maximum drops."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

@@ -23,7 +23,7 @@ from fp8pass import (
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path
-from fp8pass.inputs import STATISTICS, USUAL, MonitorSpec
+from fp8pass.inputs import STATISTICS, USUAL
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.runner import without
 from fp8pass.runtime import cache_key
@@ -216,7 +216,7 @@ def test_the_ranks_of_the_amax_reduction_group_change_the_key():
 
 def test_variants_measurement_and_what_may_be_asked_change_the_key():
     rules = CompileOptions().first_rules
-    measured = [GraphKey(rules, watch) for watch in (None, MonitorSpec(), MonitorSpec(products=True))]
+    measured = [GraphKey(rules, watch) for watch in (None, "tensors", "products")]
     moved = dataclasses.replace(base(), device=torch.device("meta"))
     assert_different(
         *(key_of(dataclasses.replace(base(), key=each), CompileOptions(), USUAL, False) for each in measured),

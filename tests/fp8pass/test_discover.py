@@ -110,8 +110,8 @@ def test_names_of_tensors():
     layers = {"inner": nn.Linear(32, 32, bias=False), "head": nn.Linear(32, 48, bias=False)}
     twice = Net(lambda m, x: m.head(torch.tanh(m.inner(torch.tanh(m.inner(x))))), **layers)
     sites = sites_of(twice, torch.randn(16, 32))
-    names = name_tensors(list(sites))
-    assert [str(n) for n in names.of_value.values()] == [
+    names, shared = name_tensors(list(sites))
+    assert [str(n) for n in names.values()] == [
         "inner:input",
         "inner:weight",
         "inner:input#2",
@@ -121,13 +121,13 @@ def test_names_of_tensors():
         "inner:grad_output",
         "inner:grad_output#2",
     ]
-    assert names.aliases == ()
+    assert shared == ()
     sites = sites_of(LlamaBlock(), torch.randn(1, 16, 128))
-    names = name_tensors(list(sites))
-    aliases = {str(a): str(name) for a, name in names.aliases}
+    names, shared = name_tensors(list(sites))
+    aliases = {str(a): str(name) for a, name in shared}
     assert aliases == {"wk:input": "wq:input", "wv:input": "wq:input", "up:input": "gate:input"}
-    assert len(names.of_value) == 4 + 7 + 7, "inputs, weights, gradients"
-    assert len(set(map(str, names.of_value.values()))) == 18
+    assert len(names) == 4 + 7 + 7, "inputs, weights, gradients"
+    assert len(set(map(str, names.values()))) == 18
 
 
 def test_inputs_that_nothing_is_known_of_are_no_weights():

@@ -16,9 +16,9 @@ from fp8pass.tools.inspection import rows_of
 from fp8pass.tools.tables import folded_path
 from lowering import hardware
 from lowering.blockwise import cublaslt
-from lowering.blockwise.trial import BlockwiseKind
 from lowering.formats import E4M3, Granularity
 from lowering.mxfp8 import gemm as mxfp8
+from lowering.trials import ProductKind
 from tests.support.models import Net, Stack, mlp
 
 
@@ -180,7 +180,7 @@ def test_rows_of_experts_and_of_roles_that_stay_alike():
 
 
 def blockwise_kind(*granularities):
-    return BlockwiseKind(torch.device("cpu"), (E4M3, E4M3), granularities, None, torch.bfloat16, False)
+    return ProductKind(torch.device("cpu"), (E4M3, E4M3), granularities, None, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("failed", [("1x128", "128x128"), ("1x128", "1x128"), None])
@@ -216,7 +216,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
 def test_blockwise_gemms_whose_mxfp8_trial_failed_have_no_speed_up(is_right, monkeypatch):
     """On Blackwell blocks of 128 run as blocks of 32, by Triton where cuBLASLt's GEMM of those is wrong."""
     monkeypatch.setattr(cost, "device_for", lambda device: cost.device_called("b200"))
-    kind = mxfp8.MXKind(torch.device("cpu"), (E4M3, E4M3), None, torch.float32)
+    kind = ProductKind(torch.device("cpu"), (E4M3, E4M3), (Granularity.BLOCK_1X32,) * 2, None, torch.float32)
     monkeypatch.setattr(mxfp8.trial, "tried", {kind: is_right})
     monkeypatch.setattr(mxfp8.trial, "reasons", {} if is_right else {kind: "its relative error is 0.7"})
     found = {recipe: inspected(mlp(), recipe) for recipe in ("blockwise", "mxfp8", "current")}

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8pass.errors import ReasonKind
-from fp8pass.graph.gemms import GemmSite, TensorNames
+from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
@@ -65,7 +65,7 @@ def test_rules_come_before_every_obstacle_and_what_stays_reads_nothing():
     (decision,) = work.plan.decisions
     assert decision.recipe is None
     assert (decision.reason.kind, str(decision.reason)) == (ReasonKind.RULE, "rule: '*' keeps high precision")
-    assert work.plan.names.of_value, "what stays has a name, too"
+    assert work.plan.names, "what stays has a name, too"
     work = trace(mlp(), torch.randn(16, 64), rules={"2": None}).run("plan GEMMs")
     kept = [d for d in work.plan.decisions if d.reason is not None]
     assert {d.site.module for d in kept} == {"2"}
@@ -159,6 +159,6 @@ def test_one_value_in_two_formats_has_two_names():
     ]
     site = GemmSite(graph.placeholder("y"), "up", None, "output", 16, 16, 32, "", (), False)
     pairs = [(copies[0], copies[1]), (copies[2], copies[1])]
-    plan = Plan(tuple(Rewritten(site, recipe, pair) for pair in pairs), TensorNames({value: name}, ()))
+    plan = Plan(tuple(Rewritten(site, recipe, pair) for pair in pairs), {value: name})
     assert [str(n) for n in plan.slot_names(recipe)] == ["up:input", "up:input@float8_e5m2"]
     assert list(plan.copies.values()) == [[copies[0], copies[2]], [copies[1]]]
