@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -61,6 +62,7 @@ class _SiteFinder:
         self.gradients = gradients
         self.static = static
         self.parameters = parameters
+        self.values_of = functools.cache(_values_of)  # Asked for up to three times of each GEMM.
         #: The variables whose place in the model an input tells: see `ModuleNames.place`.
         self.placed = {given.path.root for given in context.inputs if given.is_parameter and given.path is not None}
 
@@ -94,7 +96,7 @@ class _SiteFinder:
 
     def _known_and_gradient(self, node: fx.Node) -> tuple[MatrixValue | None, MatrixValue | None]:
         """The operand of a gradient GEMM that is no gradient, or the second of two that are, and the other one."""
-        values = [value for value, _ in _values_of(node)]
+        values = [value for value, _ in self.values_of(node)]
         if not values:
             return None, None
         return (values[1], values[0]) if operands_of(node)[0] in self.gradients else (values[0], values[1])
@@ -133,7 +135,7 @@ class _SiteFinder:
         return "weight" if value.root in self.static else "input"
 
     def _operands(self, node: fx.Node, kind: Callable[[fx.Node, MatrixValue], Kind]) -> tuple[Operand, ...]:
-        pairs = zip(operands_of(node), _values_of(node), strict=False)
+        pairs = zip(operands_of(node), self.values_of(node), strict=False)
         return tuple(Operand(value, transposed, kind(operand, value)) for operand, (value, transposed) in pairs)
 
     def _site(self, node: fx.Node, role: str, operands: tuple[Operand, ...], mate: GemmSite | None = None) -> GemmSite:
