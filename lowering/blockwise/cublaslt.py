@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.reference import BlockwiseGemm, Compute
-from lowering.blockwise.trial import fault_of_kind, kind_of
+from lowering.blockwise.reference import BlockwiseGemm, Compute, fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, SCALE_ALIGNMENT, Granularity
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned

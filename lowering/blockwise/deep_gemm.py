@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lowering import deep_gemm
-from lowering.blockwise.reference import BlockwiseGemm, Compute
-from lowering.blockwise.trial import fault_of_kind, kind_of
+from lowering.blockwise.reference import BlockwiseGemm, Compute, fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned

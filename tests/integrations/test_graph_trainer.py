@@ -17,6 +17,7 @@ from benchmarks.cross_codegen import _as_on_gpu, _empty_like, _runs_kernels, cap
 from benchmarks.variants import recording
 from fp8pass import fp8_compile, inspect, rewrite_graph
 from fp8pass.errors import NotCompiledError, OptionError, RecipeError
+from fp8pass.integrations import graph_trainer as integration
 from fp8pass.integrations.graph_trainer import (
     Pipeline,
     fp8_run,
@@ -27,7 +28,6 @@ from fp8pass.integrations.graph_trainer import (
 )
 from fp8pass.options import CompileOptions
 from lowering import hardware
-from lowering.inductor import registry
 
 PACKAGE = "torchtitan.experiments.graph_trainer"
 #: What needs a GPU's driver, and a pass that takes the attention of CPUs for an operation that draws random numbers.
@@ -81,7 +81,7 @@ def test_full_inductor_prepares_its_graph_behind_the_pass_that_is_configured():
     called, keys = [], []
     (_, full, _) = with_rewrite([full_inductor_compilation_pass], rewrite, last)
     graph = fx.symbolic_trace(nn.Sigmoid())
-    with mock.patch.object(registry, "prepare", side_effect=lambda graph: called.append("ours")):
+    with mock.patch.object(integration, "prepare", side_effect=lambda graph: called.append("ours")):
         assert full(graph) is graph
         for given in (theirs, [theirs, theirs]):
             with inductor_config.patch(post_grad_custom_pre_pass=given):
@@ -212,13 +212,13 @@ def test_a_model_of_theirs_trains_as_with_fp8_compile(graph_trainer, recipe, nam
 def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer, monkeypatch):
     """It fuses, so it rounds less often: the numbers are close to those of the graph as it is."""
     losses, prepared = {}, []
-    prepare = registry.prepare
+    prepare = integration.prepare
 
     def recorded(graph):
         prepare(graph)
         prepared.append({n.target for n in graph.nodes})
 
-    monkeypatch.setattr(registry, "prepare", recorded)
+    monkeypatch.setattr(integration, "prepare", recorded)
     monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     for way in ("regional", "full"):
         register_fp8_pipeline("fp8_test", "current")
@@ -244,7 +244,10 @@ def test_their_full_inductor_generates_the_code_of_casts(graph_trainer, recipe, 
     register_fp8_pipeline("fp8_test", recipe)
     config, model = built("llama3")
     trainer = trainer_of(graph_trainer, config, model, "fp8_test", compile_inductor_compilation="full")
-    with capture() as graphs, mock.patch.object(registry, "register_all", wraps=registry.register_all) as registered:
+    with (
+        capture() as graphs,
+        mock.patch.object(integration, "register_lowerings", wraps=integration.register_lowerings) as registered,
+    ):
         step_of(trainer, model, "fp8_test", 0)
     assert registered.called, "this process may have compiled another model before"
     (generated,) = report(graphs)
