@@ -1,13 +1,15 @@
 """Final losses of small GPTs in FP8 beside float32, on Python's library: with default settings, and with a planted outlier.
 
     python -m benchmarks.accuracy --what defaults --steps 150 --seeds 0 1 2
+    python -m benchmarks.accuracy --what saved --steps 600 --seeds 0 1 2
     python -m benchmarks.accuracy --what outlier --steps 300 --seeds 0 1 2
 
 The model and the text are those of `examples/train_gpt.py`; runs of one seed start from the same weights and see the same
 batches. Rows of earlier runs stay in the results, so that a grid can be filled in parts.
 
-defaults: each recipe with a tied head. outlier: an input channel of one linear is constant and a thousand times as large as the
-others. The function does not depend on it: what it adds to the result is taken off again, so that float32 trains as without it.
+defaults: each recipe with a tied head. saved: the same model with `saved_activations`, beside that without. outlier: an input
+channel of one linear is constant and a thousand times as large as the others. The function does not depend on it: what it adds
+to the result is taken off again, so that float32 trains as without it.
 `last_blocks` and `suggest_rules` leave the same share of the FLOPs in FP8, or the latter more. `--value 0` plants nothing.
 """
 
@@ -59,6 +61,34 @@ def _begin(bench: Bench, sizes: dict[str, int], steps: int, lr: float) -> argpar
     return argparse.Namespace(**sizes, steps=3 if bench.quick else steps, lr=lr, device="cpu")
 
 
+def _gpt_loss(
+    args: argparse.Namespace, seed: int, recipe: str | None = None, backend: str = "", saved: str | None = None
+) -> float:
+    """The final loss of a GPT with a tied head; eager without a recipe and saved activations."""
+    torch.manual_seed(seed)
+    model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=True)
+    torch._dynamo.reset()
+    call = model if recipe is saved is None else fp8_compile(model, recipe, backend=backend, saved_activations=saved)
+    return final_loss(model, call, args, seed)
+
+
+def saved(
+    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
+) -> Iterable[Row]:
+    """`quick`: three steps."""
+    args = _begin(bench, _SIZES, steps or 600, lr)
+    bench.baseline = "the same run without saved_activations"
+
+    def row(what: str, recipe: str | None, seed: int) -> Row:
+        losses = [_gpt_loss(args, seed, recipe, backend, option) for option in (None, "fp8")]
+        return {"what": what, "final loss": losses[1], "without": losses[0], "difference %": 100 * (losses[1] / losses[0] - 1)}
+
+    for seed in seeds:
+        for recipe in (None, *(recipes or RECIPES)):
+            what = f"{recipe} with saved_activations, {args.steps} steps, seed {seed}, lr {lr:g}"
+            yield from bench.row(what, row, what, recipe, seed)
+
+
 def defaults(
     bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
 ) -> Iterable[Row]:
@@ -66,20 +96,14 @@ def defaults(
     args = _begin(bench, _SIZES, steps or 150, lr)
     bench.notes.append(f"final loss: mean of the last {_TAIL} steps; {_SIZES}, AdamW, tied head, Python's library")
 
-    def loss(recipe: str | None, seed: int) -> float:
-        torch.manual_seed(seed)
-        model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=True)
-        torch._dynamo.reset()
-        return final_loss(model, model if recipe is None else fp8_compile(model, recipe, backend=backend), args, seed)
-
     def row(what: str, recipe: str, seed: int, base: float) -> Row:
-        found = loss(recipe, seed)
+        found = _gpt_loss(args, seed, recipe, backend)
         bounds = {"difference %": 100 * (found / base - 1), "bound %": _BOUND_PERCENT}
         return {"what": what, "final loss": found, "float32": base, **bounds, "backend": backend}
 
     def rows() -> Iterator[Row]:
         for seed in seeds:
-            base = bench(f"float32, {args.steps} steps, seed {seed}, lr {lr:g}", loss, None, seed)
+            base = bench(f"float32, {args.steps} steps, seed {seed}, lr {lr:g}", _gpt_loss, args, seed)
             for recipe in () if base is None else recipes or RECIPES:
                 what = f"{recipe}, {args.steps} steps, seed {seed}, lr {lr:g}"
                 yield from bench.row(what, row, what, recipe, seed, base)
@@ -151,7 +175,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value", type=float, default=1000.0, help="the outlier; 0 plants none")
 
 
-PARTS = {"defaults": defaults, "outlier": outlier}
+PARTS = {"defaults": defaults, "saved": saved, "outlier": outlier}
 
 if __name__ == "__main__":
     main("accuracy", PARTS, _options)
