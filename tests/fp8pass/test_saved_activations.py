@@ -6,6 +6,7 @@ Oracles: an autograd.Function written by hand, bit for bit; storages counted fro
 import contextlib
 import copy
 import functools
+import pathlib
 import types
 
 import pytest
@@ -91,6 +92,66 @@ def test_a_llama_block_saves_less_than_half(recipe, most):
     assert graph.saved_bytes <= most * bytes_of_bf16()
     before, after = (sum(getattr(v, name) for v in graph.saved) for name in ("bytes_before", "bytes_after"))
     assert (graph.saved_bytes_before, graph.saved_bytes) == (before, after)
+
+
+class Layer(nn.Module):
+    """A decoder layer of transformers with the positions that it is given."""
+
+    def __init__(self, layer, rope):
+        super().__init__()
+        self.layer, self.rope = layer, rope
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1])[None]
+        return self.layer(x, position_embeddings=self.rope(x, positions), position_ids=positions)
+
+
+def block_of(name):
+    """A block of the table in docs/memory.md by the first word of its row, of 256 features, and the shape of its input."""
+    if name.startswith("Llama"):
+        return llama(**({} if name.startswith("Llama-3") else {"ffn": 704, "num_heads": 4, "num_kv_heads": 4})), (1, 512, 256)
+    models = pytest.importorskip("transformers").models
+    torch.manual_seed(0)
+    given = {"hidden_size": 256, "num_attention_heads": 4, "attn_implementation": "sdpa"}
+    if name.startswith("GPT-2"):
+        config = models.gpt2.GPT2Config(n_embd=256, n_head=4, attn_implementation="sdpa", resid_pdrop=0.0, attn_pdrop=0.0)
+        return models.gpt2.modeling_gpt2.GPT2Block(config, layer_idx=0), (1, 512, 256)
+    if name.startswith("ViT"):
+        config = models.vit.ViTConfig(**given, intermediate_size=1024)
+        return models.vit.modeling_vit.ViTLayer(config), (2, 257, 256)
+    assert name.startswith("Qwen3-MoE")
+    experts = {"moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 8, "experts_implementation": "grouped_mm"}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
+    modeling = models.qwen3_moe.modeling_qwen3_moe
+    config = models.qwen3_moe.Qwen3MoeConfig(**given | heads | experts)
+    return Layer(modeling.Qwen3MoeDecoderLayer(config, 0), modeling.Qwen3MoeRotaryEmbedding(config)), (1, 512, 256)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["Llama-3", "Llama:", "GPT-2", "Qwen3-MoE", "ViT, 257 tokens, delayed", "ViT, 257 tokens, blockwise"]
+)
+@quiet
+def test_the_table_of_blocks_in_the_documents(name):
+    """Bytes relative to bfloat16: GEMMs in FP8, the same with saved activations, saved activations alone."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {name}"))
+    recipe = name.rpartition(", ")[2] if "ViT" in name else "current"
+    model, shape = block_of(name)
+    model, x = model.bfloat16(), torch.randn(shape, dtype=torch.bfloat16)
+
+    def bytes_of(recipe, saved, **options):
+        torch._dynamo.reset()
+        compiled = fp8_compile(
+            model, recipe, backend="aot_eager", weight_copies="recompute", saved_activations=saved, **options
+        )
+        out = compiled(x.clone().requires_grad_())
+        (out[0] if isinstance(out, tuple) else out).float().square().mean().backward()
+        return sum(graph.saved_bytes for graph in inspect(compiled).graphs if graph.trains)
+
+    plain = bytes_of("current", None, rules={"*": None})
+    found = [bytes_of(*given) / plain for given in ((recipe, None), (recipe, "fp8"), (None, "fp8"))]
+    assert found == pytest.approx([float(cell) for cell in row.split("|")[2:5]], abs=0.011)
 
 
 @pytest.mark.exhaustive
