@@ -28,7 +28,8 @@ from tests.support.memory import allocated
 from tests.support.models import Net, Stack, mlp
 from tests.support.mutations import mutations
 from tests.support.numerics import sqnr
-from tests.support.training import Step, assert_equal, compiled_step
+from tests.support.training import Step, assert_equal, compiled_step, normal
+from tests.support.training import step as one_step
 
 RECIPES = ("delayed", "current", "blockwise")
 TOKENS = 256
@@ -131,6 +132,7 @@ def block_of(name):
 @pytest.mark.parametrize(
     "name", ["Llama-3", "Llama:", "GPT-2", "Qwen3-MoE", "ViT, 257 tokens, delayed", "ViT, 257 tokens, blockwise"]
 )
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")  # transformers' experts
 @quiet
 def test_the_table_of_blocks_in_the_documents(name):
     """Bytes relative to bfloat16: GEMMs in FP8, the same with saved activations, saved activations alone."""
@@ -231,6 +233,20 @@ def test_the_forward_changes_no_bit_and_gradients_hardly(recipe):
     (_, plain), (_, ours) = step(block(), recipe, saved_activations=None), step(block(), recipe)
     assert ours.out.equal(plain.out)
     assert_near(ours, plain, 20)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_against_float64_lose_what_the_documents_say(recipe):
+    model, x = Stack(llama(dim=128, ffn=448) for _ in range(3)), torch.randn(1, 128, 128, dtype=torch.bfloat16)
+    double = copy.deepcopy(model).double()
+    exact = torch.cat([g.flatten() for g in one_step(double, double, x.double(), loss=normal).parameters.values()])
+
+    def quality(option):
+        _, found = step(model, recipe, x, saved_activations=option, loss=normal)
+        return sqnr(exact, torch.cat([found.parameters[name].flatten() for name, _ in model.named_parameters()]))
+
+    assert quality("fp8") > quality(None) - 1.2
 
 
 def test_non_finite_values_come_back_non_finite():

@@ -146,6 +146,24 @@ def test_model(name, recipe):
     check_model(name, recipe)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "recipe"), [(name, None if i % 2 else recipe) for i, (name, recipe) in enumerate(ZOO)])
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")  # of recipe=None
+def test_saved_activations(name, recipe):
+    """Nothing is refused, outputs have the same bits, and gradients are those of FP8."""
+    case = make_case(name)
+    target = make_target(case)
+    eager, options = run_step(case, case.model, target), {"backend": "aot_eager", "saved_activations": "fp8"}
+    without = fp8_compile(case.model, recipe or "current", backend="aot_eager", rules=None if recipe else {"*": None})
+    expected, _ = run_step(case, without, target)
+    torch._dynamo.reset()
+    compiled = fp8_compile(case.model, recipe, **options)
+    out, gradients = run_step(case, compiled, target)
+    assert out.equal(expected)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    check_close(case, eager, (out, gradients))
+
+
 @pytest.mark.slow
 def test_a_model_with_inductor():
     check_model("gpt2", "current", backend="inductor")
