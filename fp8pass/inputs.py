@@ -91,6 +91,7 @@ class StateTensor:
     name: TensorName
     fp8_max: float
     entries: int = 1  # Number of its scales: one per matrix of batched weights.
+    input: int | None = None  # The position among the inputs of Dynamo's graph of a weight that is one of them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -278,5 +278,7 @@ def _kept_record(weight: KeptWeight, sources: Mapping[Copy, Source], until_chang
 
 def state_tensors(plan: Plan, recipe: Recipe) -> list[StateTensor]:
     """The tensors whose scales a graph takes from the state of `recipe`, in the order of its slots."""
-    tensors = plan.tensors_in_state(recipe)
-    return [StateTensor(n, fp8_max(t.dtype), t.entries) for t, n in zip(tensors, plan.slot_names(recipe), strict=True)]
+    return [
+        StateTensor(n, fp8_max(t.dtype), t.entries, _input(t.value.root) if n.kind == "weight" else None)
+        for t, n in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
+    ]

@@ -146,7 +146,7 @@ class Session:
         self._peers.add(self)
         self.names = ModuleNames(self.root)
         # What the graphs read and write.
-        self.stores = Stores(options.first_rules, self.root, options.amax_reduction_group, self._may_quantize)
+        self.stores = Stores(options.first_rules, self.root, options.amax_reduction_group, self._may_quantize, options.strict)
         self.reduction = self.stores.reduction
         self.weights = WeightProvider(self.stores, self.root, options, _is_running(weakref.ref(self)))
         providers = (self.stores, self.weights, *(make() for make in PROVIDERS))

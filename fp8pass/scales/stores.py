@@ -29,6 +29,7 @@ from fp8pass.graph.origin import TensorName
 from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
+from fp8pass.scales.exchanges import Exchanges, is_checked
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.store import DelayedStore, capacity_for
 from fp8pass.schemes.emitter import FIRST_STEP, STATE_KINDS, StateKey
@@ -44,6 +45,7 @@ class Stores(InputProvider):
         model: Callable[[], nn.Module | None],
         group: dist.ProcessGroup | None = None,
         may_quantize: Callable[[DelayedScaling, str], bool] = lambda recipe, name: False,
+        strict: bool = False,
     ):
         """group, may_quantize: see `AmaxReduction`."""
         self.lock = threading.RLock()
@@ -52,6 +54,7 @@ class Stores(InputProvider):
         """Recipes that keep state: of the rules in force, and of all rules so far, in the order in which they came."""
         self.reduction = AmaxReduction(group, self.recipes, may_quantize)
         self._model = model
+        self.exchanges = Exchanges(model, strict)
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         shapes = [(1, 1) if is_lazy(p) else tuple(p.shape) for p in self._parameters()]
         self._expected_entries = sum(2 + (shape[0] if len(shape) == 3 else 1) for shape in shapes if len(shape) >= 2)
@@ -114,6 +117,8 @@ class Stores(InputProvider):
             store.merge_outgrown()
         if self.reduction.is_active:
             self.reduction.run(self.one_per_recipe())
+        for store in self:
+            self.exchanges.before_update(store)
 
     # -- names
 
@@ -230,6 +235,15 @@ class BoundState(BoundInputs):
         """Per recipe that keeps state, the instance's names of the graph's tensors, their FP8_MAX and number of entries."""
         self.identity = self._names = tuple(tuple(name for name, _, _ in named) for named in self._tensors)
         self.is_read = any(self._names)
+        self._parameters = [
+            (store, name, tensor.input)
+            for store, named in zip(self._stores, self._names, strict=True)
+            for tensor, name in zip(placed.tensors.get(store.recipe, ()), named, strict=True)
+            if tensor.input is not None and isinstance(placed.args[tensor.input], nn.Parameter)
+        ]
+        for store, name, _ in self._parameters:
+            stores.exchanges.watch(store, name)
+        self._num_unrecorded = 0  # The number of calls of which nothing was recorded.
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
         self._noted: dict[DelayedStore, int] = {}
         """The step boundaries that each store had seen when the device was last asked for empty histories."""
@@ -280,6 +294,11 @@ class BoundState(BoundInputs):
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
     ) -> list[torch.Tensor]:
         """The four of each store. Amaxes that do not count go to a scratch row."""
+        if records is Records.BACKWARD and remembered is None:
+            self._num_unrecorded += 1
+            if self._num_unrecorded == 1 or is_checked(self._num_unrecorded):
+                for store in self._stores:
+                    self._all.exchanges.compare(store, [(n, args[i]) for held, n, i in self._parameters if held is store])
         scales = remembered
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}

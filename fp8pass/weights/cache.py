@@ -33,15 +33,13 @@ from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import by_key
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
+from fp8pass.scales.exchanges import Arriving
 from fp8pass.scales.store import DelayedStore
 from fp8pass.schemes.copies import Layout
 from fp8pass.schemes.eager import CastKind, Made, quantize
 from fp8pass.weights.fsdp import not_kept
 from fp8pass.weights.parameters import Place, Seen
 from fp8pass.weights.released import MESSAGE, copies_of, is_released
-
-#: A graph compares its weights at least once in so many calls.
-CHECKED_CALLS = 16
 
 Part = Literal["data", "scale_inv", "amax"]  # The FP8 values of a copy, its scales, or the amax that training records.
 Given = tuple[torch.Tensor, ...]  # A Parameter, and behind it those that share its scale.
@@ -257,8 +255,8 @@ class WeightCache:
         self._weights: weakref.WeakValueDictionary[object, CachedWeight] = weakref.WeakValueDictionary()
         self._renewals = [0, 0]
         self.is_check_due = False  # A step boundary has come since copies were last compared with their Parameters' content.
-        self._comparisons: list[tuple[list[tuple[CachedWeight, QuantizedWeight]], torch.Tensor, torch.cuda.Event | None]] = []
-        """The weights that are compared, whether they differ, bool [n] on the host, and what tells that this has arrived."""
+        self._comparisons: list[tuple[list[tuple[CachedWeight, QuantizedWeight]], Arriving]] = []
+        """The weights that are compared, and whether they differ."""
 
     def claim(
         self, given: Given, tensor: WeightTensor, store: DelayedStore | None, name: str, places: Sequence[Place | None]
@@ -380,14 +378,7 @@ class WeightCache:
                 weight.was_compared = True
             before = [made.checksum for _, made in compared if made.checksum is not None]
             with torch.inference_mode(False), torch.no_grad():
-                differs = now != torch.cat(before)
-                done = None
-                if differs.is_cuda:
-                    on_host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
-                    on_host.copy_(differs, non_blocking=True)
-                    done, differs = torch.cuda.Event(), on_host
-                    done.record(torch.cuda.current_stream(now.device))
-            self._comparisons.append((compared, differs, done))
+                self._comparisons.append((compared, Arriving(now != torch.cat(before))))
         self._settle(wait=False)
 
     def _settle(self, wait: bool) -> None:
@@ -395,24 +386,17 @@ class WeightCache:
         up, so that the next call makes it again."""
         stale: dict[str, None] = {}
         while self._comparisons:
-            compared, differs, done = self._comparisons[0]
-            if _is_capturing(w for w, _ in compared) or not (wait or done is None or done.query()):
+            compared, differs = self._comparisons[0]
+            if _is_capturing(w for w, _ in compared) or not (wait or differs.are_there):
                 break
             del self._comparisons[0]
-            if done is not None:
-                done.synchronize()
-            for (weight, made), is_stale in zip(compared, differs.tolist(), strict=True):
+            for (weight, made), is_stale in zip(compared, differs.take(), strict=True):
                 if is_stale:
                     stale[weight.path] = None
                     if weight.made is made:
                         weight.made = None
         if stale:
             raise StaleWeightError(_stale_text(list(stale)))
-
-
-def is_checked(num_calls: int) -> bool:
-    """Tell whether the call with this number, counted from 1, compares the content of its weights: mistakes show early."""
-    return num_calls % CHECKED_CALLS == 0 or (1 < num_calls < CHECKED_CALLS and num_calls & (num_calls - 1) == 0)
 
 
 def checksums_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,10 +13,11 @@ from fp8pass.graph.gemms import GraphInput
 from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records, in_backward
 from fp8pass.options import CompileOptions
 from fp8pass.rules import Rules
+from fp8pass.scales.exchanges import is_checked
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores
 from fp8pass.schemes.emitter import FIRST_STEP
-from fp8pass.weights.cache import CachedWeight, Given, Scales, ScaleTime, WeightCache, WeightKey, WeightTensor, is_checked
+from fp8pass.weights.cache import CachedWeight, Given, Scales, ScaleTime, WeightCache, WeightKey, WeightTensor
 from fp8pass.weights.gathered import GatheredWeight, ParameterGathers
 from fp8pass.weights.parameters import listen, places_of, take_compiled_steps
 from fp8pass.weights.releases import Releases

@@ -26,7 +26,7 @@ from fp8pass import (
 from fp8pass.errors import InvariantError, OptionError, RecipeError, ReleasedWeightError, StaleWeightError
 from fp8pass.recipes.engines import EngineCurrentScaling
 from fp8pass.rewrite.verify import verify
-from fp8pass.weights.cache import CHECKED_CALLS
+from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, Net
 from tests.support.moe import MoE

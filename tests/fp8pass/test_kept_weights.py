@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, inspect, state
 from fp8pass.runtime import dynamo_graphs
 from fp8pass.runtime.wrap import session_of
+from fp8pass.scales import exchanges
 from fp8pass.weights import cache
 from tests.support.cases import rest
 from tests.support.copies import CastNode
@@ -147,6 +148,7 @@ def test_training_is_equal_and_weights_are_cast_as_seldom_as_possible(build, rec
         assert not any(tuple(m.meta["val"].shape) in shapes for c in casts if c is not None for m in c.matrices)
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_run_behind_the_boundary_leaves_the_recomputation_its_copies(recipe):
     """A forward of the next step makes the copies anew before a checkpointed one of the step before is run again."""
@@ -196,6 +198,7 @@ def test_copies_that_a_step_made_out_of_date_are_made_without_waiting_for_the_de
     for step in range(6):
         if step == 3:
             monkeypatch.setattr(cache.WeightCache, "current", recorded)
+            monkeypatch.setattr(exchanges.Arriving, "are_there", property(lambda self: False))
             monkeypatch.setattr(torch.Tensor, "tolist", lambda self: found.append("tolist") or tolist(self))
         weights = list(session_of(compiled).weights.cache._weights.values()) if step else []
         made = [weight.made for weight in weights]

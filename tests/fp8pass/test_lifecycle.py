@@ -53,6 +53,7 @@ def test_fifty_steps_compile_once_and_keep_memory():
     assert len(inspect(compiled).graphs) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 def test_the_model_itself_is_unchanged_and_loaded_and_replaced_parameters_keep_names():
     model, compiled = fp8_mlp(RECIPE)
     keys = list(model.state_dict())

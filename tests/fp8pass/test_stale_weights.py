@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8Error, StaleWeightError
-from fp8pass.weights.cache import CHECKED_CALLS
+from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.cases import each, rest
 from tests.support.models import BrokenLayers, mlp
 from tests.support.training import RECIPES, fp8

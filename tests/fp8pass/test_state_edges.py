@@ -51,6 +51,7 @@ def test_counts_of_non_finite_amaxes_outlive_the_65th_tensor():
     assert view.num_non_finite("layers.0:input") == 1
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 @pytest.mark.parametrize("copies", ["auto", "cache"])
 def test_an_evaluation_after_loading_has_the_loaded_scales(copies):
     model, compiled = fp8_mlp(TWO_STEPS, weight_copies=copies, step="manual")

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, state  # noqa: E402
+from fp8pass.errors import Fp8Warning  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
 from tests.integrations.support import llama, token_data  # noqa: E402
 from tests.lifecycles.parts import sgd  # noqa: E402
@@ -33,6 +34,7 @@ def assert_scale_is_of(compiled, name, weight):
     assert 0.9 < float(state(compiled).scale(name) * weight.detach().abs().max()) / 448 < 1.1
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 def test_a_second_stage_of_the_trainer_without_the_callback(tmp_path):
     model = llama()
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -132,7 +134,45 @@ def test_adapters_that_are_merged_and_unloaded_in_mid_run(recipe, in_place):
     assert_follows(compiled, merged._call_impl)
 
 
+def merge(model, folder):
+    model.merge_adapter()
+
+
+def load_adapter(model, folder):
+    model.load_adapter(folder, "default")
+
+
+def average(model, folder):
+    for parameter in model.parameters():
+        parameter.data.lerp_(3 * parameter.data, 0.9)
+
+
+def call_twice(compiled, train):
+    with torch.set_grad_enabled(train):
+        for _ in range(2):
+            compiled(input_ids=TOKENS, labels=TOKENS)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("exchange", [merge, load_adapter, average])
+def test_exchanged_weights_without_their_state_are_said(exchange, tmp_path):
+    model = adapted(alpha=500 if exchange is merge else 4)
+    compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager", select="all")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(0.1 if "lora_A" in name and exchange is load_adapter else 1)
+    learn(compiled, model, 3)
+    exchange(model, tmp_path)
+    with pytest.warns(Fp8Warning, match="(base_layer|lora_A.default):weight.* has more than doubled at once"):
+        call_twice(compiled, train=exchange is load_adapter)  # what is merged does not train
+    state(compiled).forget_weights()
+    if exchange is not average:  # by which the activations grow as well
+        assert_follows(compiled, model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 def test_an_adapter_that_is_loaded_over_a_larger_one(tmp_path):
     model = adapted()
     compiled = fp8_compile(model, RECIPE, backend="aot_eager", select="all")
