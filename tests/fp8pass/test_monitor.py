@@ -1,6 +1,7 @@
 """The monitor: its numbers are those of the tensors that were quantized, and training does not notice it."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_names_for_loggers_and_the_table_and_under_several_recipes():
     flat = watching.latest.to_dict()
     names = {name.rpartition("/")[2] for name in flat if name.startswith("fp8/0.up/input_columnwise/")}
     assert names >= {"underflow", "saturated", "sqnr", "mse", "amax", "headroom", "block_sqnr_q10"}
-    assert all(isinstance(value, (int, float)) for value in flat.values())
+    assert all(isinstance(value, (int, float)) and re.fullmatch(r"[\w./ -]+", name) for name, value in flat.items())  # MLflow's
     worst = min(watching.latest.tensors, key=lambda t: t.sqnr)
     assert worst.name in next(line for line in str(watching).splitlines() if "dB" in line)
     model, compiled, watching = watched("delayed", every=100, rules={"0.up:output": "current"})

@@ -57,6 +57,8 @@ class Language(LightningModule):
     def validation_step(self, batch, _):
         self.log("validation_loss", self.loss(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()))
 
+    test_step = validation_step
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -235,13 +237,14 @@ def evaluated(folder, module, *callbacks, checkpoint=None, what="validate"):
     return getattr(trainer, what)(module, loader, ckpt_path=checkpoint)
 
 
-def test_a_fresh_process_validates_in_fp8_with_the_state_of_the_checkpoint(run, tmp_path):
+@pytest.mark.parametrize("what", ["validate", "test"])
+def test_a_fresh_process_evaluates_in_fp8_with_the_state_of_the_checkpoint(run, what, tmp_path):
     folder, whole, options = run
     if options["precision"] != "32-true":
         pytest.skip("the Trainers have different precisions")
     path = folder / "step=12.ckpt"
     fresh = Language()
-    (found,) = evaluated(tmp_path, fresh, callback(), checkpoint=path)
+    (found,) = evaluated(tmp_path, fresh, callback(), checkpoint=path, what=what)
     assert any(g.quantized for g in inspect(fresh).gemms)
     assert_same_tensors(state(fresh).state_dict(), state(whole).state_dict())
     assert found == evaluated(tmp_path, whole)[0]

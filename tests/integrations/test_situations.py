@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
+from fp8pass.errors import Fp8FallbackWarning  # noqa: E402
 from fp8pass.integrations.transformers import Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, llama, losses_of, token_data, trainer_of  # noqa: E402
 from tests.support.numerics import sqnr  # noqa: E402
@@ -207,6 +208,18 @@ def test_adapters_added_after_compilation():
     assert any("lora_A" in g.module or "base_layer" in g.module for g in inspect(model).gemms)
 
 
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8FallbackWarning")
+def test_base_layers_of_dora_run_eagerly_and_are_said():
+    model, _ = lora(llama(), use_dora=True)
+    compiled = fp8_compile(model, RECIPE, backend="aot_eager")
+    with pytest.warns(Fp8FallbackWarning, match="mlp.up_proj.base_layer, .*mlp.down_proj.base_layer .graph break: "):
+        train(compiled, model)
+    found = inspect(compiled)
+    base = {f"base_model.model.model.layers.0.mlp.{name}_proj.base_layer" for name in ("up", "down")}
+    assert base == set(found.ran_eagerly) == {g.module for g in found.gemms if str(g.reason).startswith("ran eagerly")}
+    assert any(g.quantized for g in found.gemms)
+
+
 # -- Lightning
 
 
@@ -257,7 +270,16 @@ def test_a_backbone_that_is_frozen_at_first(tmp_path):
         assert view.amax_history(name)[1:].any(), name
 
 
-def test_trl(tmp_path, monkeypatch):
+TRL = {  # trainer -> a row of its data
+    "SFT": lambda text: {"text": text},
+    "Reward": lambda text: {"prompt": text, "chosen": text[::-1], "rejected": text},
+    "DPO": lambda text: {"prompt": text, "chosen": text[::-1], "rejected": text},
+    "KTO": lambda text: {"prompt": text, "completion": text[::-1], "label": text > "w3"},
+}
+
+
+@pytest.mark.parametrize("kind", TRL)
+def test_trl(kind, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     for name in ("generate_fingerprint", "update_fingerprint"):  # which pickle what pyarrow cannot pickle
@@ -272,22 +294,28 @@ def test_trl(tmp_path, monkeypatch):
     llama(2).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     text = [" ".join(f"w{(7 * i + j * j) % (VOCABULARY - 3)}" for j in range(6)) for i in range(32)]
-    rows = datasets.Dataset.from_list([{"prompt": t, "chosen": t[::-1], "rejected": t} for t in text])
+    rows = datasets.Dataset.from_list([TRL[kind](t) for t in text])
+    auto = transformers.AutoModelForSequenceClassification if kind == "Reward" else transformers.AutoModelForCausalLM
+    options = {"num_labels": 1, "pad_token_id": 0} if kind == "Reward" else {}
     losses = {}
     for fp8 in (False, True):
         torch._dynamo.reset()
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        args = trl.DPOConfig(
+        transformers.set_seed(0)
+        model = auto.from_pretrained(tmp_path / "model", **options)
+        args = getattr(trl, f"{kind}Config")(
             str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1, max_steps=4,
             per_device_train_batch_size=4, bf16=False, gradient_checkpointing=False,
         )  # fmt: skip
         own = [Fp8Callback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
-        trainer = trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer, callbacks=own)
+        given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": own}
+        trainer = getattr(trl, f"{kind}Trainer")(model, args=args, **given)
         trainer.train()
         losses[fp8] = losses_of(trainer)
         if fp8:
             assert trainer.model._compiled_call_impl.session.num_steps == 4
-            assert all(g.quantized for g in inspect(trainer.model).gemms)
+            found = inspect(trainer.model)
+            assert {g.module for g in found.gemms if not g.quantized} <= {"score"}  # of rewards, which has one column
+            assert not found.ran_eagerly
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
 
 
