@@ -152,7 +152,7 @@ def fault_of(
 
 
 def fault_of_sizes(
-    kind: Any,
+    kind: ProductKind,
     sizes: Iterable[tuple[int, int, int]],
     made: Callable[[int, int, int, torch.Tensor | None], tuple[Callable[[], torch.Tensor], torch.Tensor]],
 ) -> str | None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,16 +16,6 @@ from fp8pass.graph.traces import Snapshot
 from fp8pass.graph.values import size_hint
 from fp8pass.rewrite.saved import saved_memory
 from fp8pass.runtime.session import CompiledGraph, Summary
-
-
-@dataclasses.dataclass(frozen=True)
-class Traces:
-    """The snapshots of a rewritten graph; None where the graph has no such side, or none was taken."""
-
-    before: Snapshot
-    after: Snapshot
-    forward: Snapshot | None
-    backward: Snapshot | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +45,9 @@ class Modes:
             yield
 
 
-def traces_of(graph: CompiledGraph) -> Traces | None:
-    """The snapshots of a graph, traced again where it came from a cache; None for a graph that was not rewritten. Raises
-    NotTracedError where it cannot be traced any more."""
+def snapshot_of(graph: CompiledGraph, side: Literal["before", "after", "forward", "backward"]) -> Snapshot | None:
+    """A snapshot of a graph, which is traced again where it came from a cache; None where the graph has no such side, none was
+    taken, or it was not rewritten. Raises NotTracedError where it cannot be traced any more."""
     if graph.rewrite is None:
         return None
     if not graph.rewrite.after.nodes and (graph.trace_again is None or not graph.trace_again()):
@@ -66,7 +56,8 @@ def traces_of(graph: CompiledGraph) -> Traces | None:
             f" inspect(compiled).graphs before a reset, or compile without the cache:"
             f" torch._functorch.config.enable_autograd_cache = False, or TORCHINDUCTOR_AUTOGRAD_CACHE=0"
         )
-    return Traces(graph.rewrite.before, graph.rewrite.after, graph.forward, graph.backward)
+    found: Snapshot | None = getattr(graph.rewrite if side in ("before", "after") else graph, side)
+    return found
 
 
 def summary_of(graph: CompiledGraph) -> Summary:

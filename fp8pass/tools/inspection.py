@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -19,7 +19,6 @@ from torch import fx
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.origin import ADAPTER, family
-from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rewrite.saved import SavedRecord
@@ -35,7 +34,7 @@ from fp8pass.runtime.records import (
     without_repetition,
 )
 from fp8pass.runtime.session import CompiledGraph, Part
-from fp8pass.runtime.snapshots import extra_placeholders, summary_of, traces_of
+from fp8pass.runtime.snapshots import extra_placeholders, snapshot_of, summary_of
 from fp8pass.runtime.warn import Decided, deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.monitoring import Measurement
@@ -146,8 +145,8 @@ class GraphRecord:
         """`saved_bytes` by dtype, such as {"float8_e4m3fn": 65536, "bfloat16": 32768}, the largest first."""
         return dict(summary_of(self.compiled).saved)
 
-    def _module(self, side: str) -> fx.GraphModule | None:
-        snapshot: Snapshot | None = getattr(traces_of(self.compiled), side, None)
+    def _module(self, side: Literal["before", "after", "forward", "backward"]) -> fx.GraphModule | None:
+        snapshot = snapshot_of(self.compiled, side)
         if snapshot is None:
             return None
         graph = snapshot.restore()

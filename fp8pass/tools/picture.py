@@ -19,7 +19,7 @@ from fp8pass.graph.origin import NUMBER, begins, input_index, module_path
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.runtime.session import CompiledGraph
-from fp8pass.runtime.snapshots import traces_of
+from fp8pass.runtime.snapshots import snapshot_of
 
 #: More boxes than this are a wall, not a picture.
 MAX_BOXES = 120
@@ -95,10 +95,11 @@ def pictures(compiled: CompiledGraph) -> tuple[str, list[Picture]]:
         return "", []
     layer = layer_of(rewritten.gemms)
     drawn = []
-    traces = traces_of(compiled)
-    assert traces is not None
+    before, after = snapshot_of(compiled, "before"), snapshot_of(compiled, "after")
+    assert before is not None
+    assert after is not None
     for side, is_backward in (("forward", False), ("backward", True)):
-        for when, snapshot in (("before", traces.before), ("after", traces.after)):
+        for when, snapshot in (("before", before), ("after", after)):
             drawing = _Drawing(snapshot, compiled, layer, is_backward)
             boxes = drawing.boxes()
             if any(box.kind in ("gemm", "fp8") for box in boxes) and len(boxes) <= MAX_BOXES:
