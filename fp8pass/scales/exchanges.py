@@ -73,12 +73,11 @@ class Exchanges:
             return
         self._tell()
         length, since = store.recipe.amax_history_len, store.version + 1 - self._compared.get(store, 0)
+        period = CHECKED_CALLS if store.version >= CHECKED_CALLS else 1
+        if since < min(period, max(1, length - 2)):
+            return
         names = [name for name in self._weights.get(store, ()) if name in store]
-        if (
-            since < min(CHECKED_CALLS if store.version >= CHECKED_CALLS else 1, max(1, length - 2))
-            or not _can_compare(store)
-            or not names
-        ):
+        if not names or not _can_compare(store):
             return
         self._compared[store] = store.version + 1
         rows = torch.cat([_past(store, since + 1), store.amax_history[:1]])
@@ -89,7 +88,8 @@ class Exchanges:
         if self._is_told:
             return
         self._tell()
-        read = {name: p for name, p in weights if type(p) is nn.Parameter}
+        # Released ones, and those that FSDP2 gathered in FP8, have no bytes.
+        read = {name: p for name, p in weights if type(p) is nn.Parameter and p.untyped_storage().nbytes()}
         if not read or not _can_compare(store):
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -297,8 +297,9 @@ class BoundState(BoundInputs):
         if records is Records.BACKWARD and remembered is None:
             self._num_unrecorded += 1
             if self._num_unrecorded == 1 or is_checked(self._num_unrecorded):
-                for store in self._stores:
-                    self._all.exchanges.compare(store, [(n, args[i]) for held, n, i in self._parameters if held is store])
+                with self._all.lock:
+                    for store in self._stores:
+                        self._all.exchanges.compare(store, [(n, args[i]) for held, n, i in self._parameters if held is store])
         scales = remembered
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile, state
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8Warning, StrictError
 from fp8pass.scales import exchanges
 from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.cases import each
-from tests.support.training import fp8_mlp
+from tests.support.models import mlp
+from tests.support.training import fp8, fp8_mlp
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 
@@ -131,6 +132,16 @@ def test_one_expert_of_many():
         model.experts[2] *= 5
     (name,) = (n for n in state(compiled).tensors if n.endswith("weight"))
     assert said(lambda: evaluate(compiled, model)) == [name]
+
+
+def test_released_weights_have_no_values_to_read():
+    model = mlp(64, 96, 64)
+    model[0].requires_grad_(False)
+    compiled = fp8(model, DelayedScaling(amax_history_len=4), release_frozen=True)
+    for _ in range(4):
+        compiled(X).square().mean().backward()
+    assert inspect(compiled).released["0.weight"].bytes == 4 * 64 * 96
+    evaluate(compiled, model, 3)
 
 
 @each("warmup", [False, True])

@@ -211,6 +211,20 @@ def test_copies_that_a_step_made_out_of_date_are_made_without_waiting_for_the_de
     assert found == []
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("copies", ["auto", "cache"])
+def test_an_evaluation_is_the_training_forward(recipe, copies):
+    """Bit for bit without generated code, which rounds elsewhere in graphs of inference."""
+    model = make()
+    compiled = compile_model(model, recipe, weight_copies=copies, step="manual")
+    for step in range(2):
+        trained = compiled(X[step])
+        trained.square().mean().backward()
+        with torch.no_grad():
+            assert compiled(X[step]).equal(trained)
+        state(compiled).step()
+
+
 # -- what changes a weight
 
 
