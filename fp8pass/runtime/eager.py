@@ -6,7 +6,8 @@ or `with`), and where code is kept from it; the rest of the model still runs com
 NOTE [watched modules] A module that multiplies, and that no graph of a call read, was either not called or ran eagerly. Only a
 call tells: a hook on such modules, for as long as a call of the compiled model lasts. In the first call, and wherever Dynamo
 traces, all are watched; later those that no graph of the call before read, in the first calls of a kind and then ever more
-seldom. There are no hooks while Dynamo traces, so no graph has them, and its guards ignore hooks on a module that had none.
+seldom. There are no hooks while Dynamo traces, in any thread, so no graph has them, and its guards ignore hooks on a module
+that had none.
 
 NOTE [at the limit] A frame that reaches its recompile limit goes eager without a call of Dynamo's. Where its counter has moved
 in a call, modules ran eagerly in it whose graphs all belong to a frame at the limit of which no graph ran.
@@ -251,7 +252,13 @@ class Call:
         self._removals: list[Callable[[], object]] = []
 
     def watch(self, modules: Iterable[Watched]) -> None:
-        """Look at the next call of each of these modules, until `unwatch`."""
+        """Look at the next call of each of these modules, until `unwatch`, unless Dynamo traces in another thread."""
+        with _watching.lock:
+            if not _watching.num_traces:
+                _watching.calls.add(self)
+                self._watch(modules)
+
+    def _watch(self, modules: Iterable[Watched]) -> None:
         for path, reference in modules:
             module = reference()
             if module is None or path in self.fired:
@@ -277,9 +284,10 @@ class Call:
 
     def unwatch(self) -> None:
         """Take all hooks off."""
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
+        with _watching.lock:
+            for remove in self._removals:
+                remove()
+            self._removals.clear()
 
 
 class _Hook:
@@ -366,12 +374,29 @@ def _calls() -> Iterator[Call]:
         call = call.outer
 
 
+class _Watching:
+    """Calls of all threads that watch modules, and the traces that are under way: their hooks must not be in one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.num_traces = 0
+
+
+_watching = _Watching()
+
+
 def _before_tracing(_: Any) -> None:
-    for call in _calls():
-        call.unwatch()
+    with _watching.lock:
+        _watching.num_traces += 1
+        for call in _watching.calls:
+            call.unwatch()
+        _watching.calls.clear()
 
 
 def _after_tracing(_: Any) -> None:
+    with _watching.lock:
+        _watching.num_traces = max(0, _watching.num_traces - 1)
     for call in _calls():
         call.watch_again()
 
@@ -424,6 +449,7 @@ def _listen() -> None:
     if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()
+        _watching.num_traces = 0
 
 
 def note_graph(code: CodeType | None, reason: GraphCompileReason | None) -> None:

@@ -5,8 +5,9 @@ or loaded adapters and another checkpoint may be larger, and saturate, until a s
 training the recorded amaxes tell: each of the first 16 step boundaries, and every 16th from there, compares the rows of the
 history since the last time, so none is missed. Calls without gradients record nothing: there the Parameters themselves are
 read, in the first call of a graph and in those of `is_checked`. A weight counts that more than doubles after a step in which it
-hardly grew, unlike one that began with zeros; where no such step is known, one that grows more than fourfold. Nothing changes
-but that it is said, once. On a GPU the host does not wait for the result: it looks at it when a later call or boundary comes.
+hardly grew, or grows more than fourfold after two steps that recorded it: one that begins with zeros does neither. A history of
+length 1 or 2 tells of fourfold growth alone. Nothing changes but that it is said, once. On a GPU the host does not wait for the
+result: it looks at it when a later call or boundary comes.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ def _past(store: DelayedStore, count: int) -> torch.Tensor:
 def _have_jumped(rows: torch.Tensor) -> torch.Tensor:
     """Which columns of rows [steps, n], the oldest first, have grown as NOTE [exchanged weights] says: bool [n]."""
     old, new = rows[:-1], rows[1:]
-    jumped = (new > 4 * old) & (old > 0) & (new < torch.inf)
-    jumped[1:] |= (new[1:] > 2 * old[1:]) & (old[1:] < 1.5 * old[:-1]) & (new[1:] < torch.inf)
+    if len(rows) < 3:
+        jumped = (new > 4 * old) & (old > 0) & (new < torch.inf)
+    else:
+        old, new, older = old[1:], new[1:], old[:-1]
+        jumped = ((new > 2 * old) & (old < 1.5 * older) | (new > 4 * old) & (older > 0)) & (new < torch.inf)
     return jumped.any(dim=0)

@@ -1,11 +1,13 @@
 """Compiled models over their life: many steps, moves, reloads, copies, threads, deletion."""
 
+import concurrent.futures
 import contextlib
 import copy
 import cProfile
 import dataclasses
 import gc
 import pickle
+import threading
 import weakref
 from unittest import mock
 
@@ -324,6 +326,26 @@ def test_what_is_compiled_behind_dynamo_holds_its_lock():
     assert {owned for owned, _ in seen} == {True}
     assert hasattr(torch.compiler, "_compile_session_context") <= min(flag for _, flag in seen)
     assert len(inspect(compiled).graphs) == 1
+
+
+def test_threads_that_meet_in_the_first_evaluation():
+    """One of them traces the model while the others are in calls that watch which modules run."""
+    for steps in range(4):
+        torch._dynamo.reset()
+        _, compiled = fp8_mlp(RECIPE)
+        for _ in range(steps):
+            step(compiled, x())
+        given, start = x(), threading.Barrier(4)
+
+        @torch.no_grad()
+        def evaluate(_, compiled=compiled, given=given, start=start):
+            start.wait()
+            return [compiled(given) for _ in range(8)]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            outs = [out for found in threads.map(evaluate, range(4)) for out in found]
+        assert all(out.equal(outs[0]) for out in outs)
+        assert not inspect(compiled).ran_eagerly
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, "current"], ids=["delayed", "current"])

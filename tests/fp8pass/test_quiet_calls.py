@@ -244,6 +244,7 @@ def wandering(seed):
     return scene.seen
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 @pytest.mark.parametrize("seed", range(8))
 def test_random_writes_and_calls_are_as_on_the_long_way(seed):
     with long_way():
