@@ -285,6 +285,7 @@ def test_evaluation_first_waits_for_the_training_graph():
     assert bytes_of(model, compiled)[0] == 0, "nothing of it trains"
 
 
+@pytest.mark.filterwarnings("ignore:.* has more than doubled")
 def test_a_scale_that_may_change_keeps_the_values():
     model = Adapted()
     compiled = fp8(model, DelayedScaling(initial_scale="one"), release_frozen=True)
