@@ -206,6 +206,7 @@ def traces_of_a_dry_pass(rank):
         schedule = pipelining.ScheduleGPipe(stage, 1, loss_fn=loss_of)
         x = batches(0)
         x.requires_grad_()
+        stage.has_backward = True  # as in later passes: torch 2.13 sets it after the first one
         schedule._initialize_stage((x,), {}, target=x.detach())
         for one, monitor in zip(compiled, monitors, strict=True):
             view = fp8pass.state(one)
