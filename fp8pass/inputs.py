@@ -169,7 +169,7 @@ class InputProvider:
 
 @functools.cache
 def untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A function that Dynamo does not trace: the same one each time."""
+    """The function, kept from being traced by Dynamo; one object per function, so that it is found again."""
     return torch._dynamo.disable(function)
 
 

@@ -81,7 +81,7 @@ def value(node: fx.Node) -> Term:
 
 
 def how(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The options of an operation that terms mention."""
+    """The options of an operation that are part of its terms: `_OPTIONS`."""
     return tuple((name, options[name]) for name in _OPTIONS if name in options)
 
 
@@ -91,7 +91,7 @@ def inverse(scale: Term) -> Term:
 
 
 def slot(start: int, end: int) -> Term:
-    """Scales of the state."""
+    """Scales of the state, from slot `start` to `end`."""
     return Term("slot", (start, end))
 
 
@@ -210,7 +210,7 @@ def permuted(term: Term, order: Sequence[int]) -> Term:
 
 
 def _slice(node: fx.Node, self: Any, dim: int, start: Any, end: Any, step: int) -> Any:
-    """Padding is cut off the end; of scales the blocks of other rows differ, so their moves do not say which."""
+    """Cutting padding off the end leaves no trace; slices of scales name no positions, as blocks count otherwise."""
     if isinstance(self, Vector):
         return self.part(start, end)
     if self.name == "packed" and dim == 1:
@@ -239,7 +239,7 @@ def _cat(node: fx.Node, tensors: tuple[Term, ...], dim: int = 0) -> Any:
 
 
 def _pad(node: fx.Node, self: Term, pad: tuple[int, ...], value: float) -> Term:
-    """Zeros behind the end, and the scale 1 for rows of them."""
+    """Padding behind the end leaves no trace: zeros, and for rows of them the scale 1."""
     is_padding = not any(pad[::2]) and value == (1 if self.name == "1 /" and len(pad) == 4 else 0)
     return self if is_padding else Term("padded", (self, pad, value))
 

@@ -1,8 +1,8 @@
 """Plan: everything that the rewrite of a graph does, as data. Reads only.
 
-`make_plan` decides the GEMMs: sites x rules x recipes x hardware -> FP8 or a typed reason. Three more passes add what follows:
-`gathers.plan_gathers` (what travels in FP8), `recompute.plan_recomputation` (what backward makes itself) and
-`launches.plan_casts` (which casts there are, where, of what, which share a launch, and what each GEMM adds and cuts off).
+`make_plan` decides the GEMMs: sites x rules x recipes x hardware -> FP8 or a typed reason. Other modules add to the plan:
+`speedup.py` (estimates), `weights.py` (copies kept between calls), `gathers.py` (what travels in FP8) and `launches.py` (what
+backward recomputes, the casts with their places and sources, launches, and what each GEMM adds and cuts off).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 This stage comes after the partitioner, which alone knows what is saved: checkpointing, memory budgets and other partitioners
 have had their say, and the plan, a decision per saved value, is about exactly these values. `apply_saved` casts a value where
-the forward has made it, or takes the copy that a GEMM reads (`saved_copies.py`), saves this E4M3 copy and its scales instead.
+the forward has made it, or takes the copy that a GEMM reads (`saved_copies.py`), and saves this E4M3 copy and its scales.
 Everything in the backward then reads what the copy is worth, also the code that computes operands of GEMMs again. So each
 value has one meaning in the backward.
 
@@ -82,7 +82,7 @@ _POINTWISE_NAMES, _NORM_NAMES, _SENSITIVE_NAMES = (frozenset(names.split()) for 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedValue:
-    """A value that the forward saves for the backward, and how."""
+    """The decision about one value that the forward saves for the backward."""
 
     node: fx.Node  # The node of the forward graph that holds it.
     read: fx.Node  # The input of the backward graph that it is.
@@ -99,7 +99,7 @@ class SavedValue:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRecord:
-    """A value that the forward saves for the backward, and how."""
+    """A `SavedValue` as it is reported to the user, without nodes."""
 
     role: ClassVar[str] = SAVED
     module: str  # Path of the module in the user's model that made it.
@@ -390,7 +390,7 @@ def _save(forward: fx.Graph, value: SavedValue, quantization: Quantization) -> t
 
 
 def as_bytes(node: fx.Node) -> bool:
-    """Tell whether the device has no FP8 instructions."""
+    """Tell whether a copy is saved as uint8: on a device without FP8 instructions."""
     device = value_of(node).device
     return device.type != "cpu" and not has_fp8_tensor_cores(device)
 
@@ -404,7 +404,7 @@ def _input(backward: fx.Graph, read: fx.Node, saved: fx.Node, suffix: str) -> fx
 
 
 def _load(backward: fx.Graph, value: SavedValue, data: fx.Node, scale_inv: fx.Node) -> fx.Node:
-    """Make the value of its copy before it is first read, and let it be read instead of the input."""
+    """Dequantize a copy just before the value is first read, and let all its readers read the result."""
     read = value.read
     first = min(read.users)
     cursor = Cursor.start(backward).at(first, True)

@@ -67,7 +67,7 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def fold_elements(graph: fx.Graph) -> None:
-    """In place; removes the elements that nothing else reads."""
+    """In place, let operations read a vector and a position instead of an element; erase unread elements."""
     elements: dict[fx.Node, None] = {}
     for node in graph.nodes:
         operation = NAMESPACE.find(node.target)

@@ -90,7 +90,7 @@ class JointPass(CustomGraphPass):
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Look for no garbage meanwhile: nodes and fake tensors live until a graph is compiled, and each search visits all."""
+    """Disable garbage collection: nodes and fake tensors live until a graph is compiled, and each search visits all."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -35,7 +35,7 @@ from fp8pass.runtime.snapshots import summary_of
 
 log = logging.getLogger(__name__)
 
-#: The use of the cache for a graph that it had.
+#: `CompiledGraph.cache` of a graph that came from the cache.
 HIT = "hit"
 #: The attribute of a graph that holds our key, and of torch's metadata that holds the record.
 _ATTRIBUTE = "_fp8pass"
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """A digest of all of it."""
+        """A digest of the record, by which a damaged one is known."""
         return hashlib.sha256(repr((self.key, self.content, self.obstacle)).encode()).hexdigest()
 
     def __reduce__(self) -> Any:

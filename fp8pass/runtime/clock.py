@@ -230,7 +230,7 @@ class Passes:
         return self.last_forward > 0 and not self._awaited
 
     def follow(self, other: Passes) -> bool:
-        """True if these come behind those of another session in one forward, and one backward was of both."""
+        """True if another session's forwards came before these, and the same backward differentiated both."""
         return self.last_forward > other.last_forward and self.last_backward == other.last_backward != -1
 
 

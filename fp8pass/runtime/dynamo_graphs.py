@@ -182,8 +182,8 @@ def _returned(gm: fx.GraphModule, root: nn.Module | None, frame: Any) -> frozens
 
 
 def _read_by(modules: Iterable[nn.Module]) -> list[int]:
-    """The features that modules read. It is not known which side of a matrix is read that no module of torch's has: a width of
-    several is taken for one that is; one alone may be that of a head."""
+    """The numbers of features that modules read. Which side of a user module's matrix is read is not known: a size of
+    several matrices counts; a size of one does not, as it may be a head's."""
     found: list[int] = []
     sides: Counter[int] = Counter()
     for module in modules:

@@ -44,7 +44,7 @@ def _rewritten(session: Session) -> list[tuple[Rewrite, Uses]]:
 
 
 def placed_gathers(records: Sequence[GatherRecord], uses: Uses) -> list[GatherRecord]:
-    """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
+    """The gathers in a graph, once, and those of Parameters before it, for every instance it serves."""
     before = placed([g for g in records if g.path is not None], uses)
     return [g for g in records if g.path is None] + [dataclasses.replace(g, tensor=f"{g.module}:weight") for g in before]
 

@@ -320,7 +320,7 @@ class Session:
             self._next_rules = None
 
     def go_to(self, num_steps: int) -> Callable[[], None]:
-        """Count on from so many steps, with the rules that a schedule gives them. Returns a function that undoes it."""
+        """Continue at this number of steps, with the schedule's rules for it. Returns a function that undoes it."""
         before = (self.num_steps, self.rules)
 
         def go_back() -> None:
@@ -414,7 +414,7 @@ def _wants_gradients(args: tuple[Any, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A session, and where its model is in a larger one."""
+    """A session, and the place of its model in a larger one."""
 
     session: Session
     prefix: str = ""  # Path of the part, "" for the whole model.

@@ -139,7 +139,7 @@ def _past(store: DelayedStore, count: int) -> torch.Tensor:
 
 
 def _have_jumped(rows: torch.Tensor) -> torch.Tensor:
-    """Which columns of rows [steps, n], the oldest first, have grown as NOTE [exchanged weights] says: bool [n]."""
+    """Tell which columns of rows [steps, n], the oldest first, have grown: NOTE [exchanged weights]; bool [n]."""
     old, new = rows[:-1], rows[1:]
     if len(rows) < 3:
         jumped = (new > 4 * old) & (old > 0) & (new < torch.inf)

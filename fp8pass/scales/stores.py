@@ -286,14 +286,14 @@ class BoundState(BoundInputs):
         return store.needs_first_step(names)
 
     def remember(self, variants: frozenset[str]) -> Scales:
-        """The scales as they are now."""
+        """A copy of the present scales."""
         is_first = FIRST_STEP in variants
         return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
 
     def tensors(
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
     ) -> list[torch.Tensor]:
-        """The four of each store. Amaxes that do not count go to a scratch row."""
+        """The four inputs per store. Amaxes that do not count go to a scratch row."""
         if records is Records.BACKWARD and remembered is None:
             self._num_unrecorded += 1
             if self._num_unrecorded == 1 or is_checked(self._num_unrecorded):

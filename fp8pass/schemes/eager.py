@@ -75,7 +75,7 @@ class CastKind:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-    """The copies of one weight."""
+    """The tensors that `quantize` makes of one weight."""
 
     data: tuple[torch.Tensor, ...]  # One per layout.
     scale_inv: tuple[torch.Tensor, ...]  # One per layout, as the GEMMs read it.

@@ -424,7 +424,7 @@ class GatheredWeight:
         return self._scale
 
     def _travels_in_fp8(self) -> bool:
-        """See NOTE [which gathers] and NOTE [own values]. The same on all ranks."""
+        """True if this gather is in FP8, on all ranks alike: NOTE [which gathers], NOTE [own values]."""
         group, store, owner = self.managed.group, self.weight.store, self.owner()
         is_possible = self.is_active and self._knows_scale
         if in_backward():

@@ -90,7 +90,7 @@ class GroupedGemm:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the result."""
+        """Shape of the result."""
         (*_, m, _), n = self.a.shape, self.b.shape[-1]
         return (m, n) if self.has_rows else (self.num_groups, m, n)
 
