@@ -175,10 +175,10 @@ def plan_saved(
 def _computed(plan: Sequence[SavedValue], alone: Set[fx.Node], backward: fx.Graph) -> Iterator[SavedValue]:
     """Plan to compute small values again, unless a rule keeps them: NOTE [statistics]. alone: those that share no memory."""
     rounded = depends_on(backward, {value.read for value in plan if value.quantization is not None})
-    here = {node.name: node for node in backward.nodes if node.op != "output"}
+    small = {saved.read for saved in plan if saved.reason is not None and saved.reason.kind is ReasonKind.SMALL}
+    here = {node.name: node for node in backward.nodes if node.op != "output" and node not in small}
     for saved in plan:
-        is_small = saved.reason is not None and saved.reason.kind is ReasonKind.SMALL and saved.recipe is not None
-        if is_small and saved.node in alone and value_of(saved.node).dim():
+        if saved.read in small and saved.recipe is not None and saved.node in alone and value_of(saved.node).dim():
             sources = _sources(saved.node, saved.read, here)
             if any(here[n] in rounded for n in sources):
                 reason = Reason(ReasonKind.DERIVED, "computed again from values that are saved in FP8")
@@ -207,7 +207,7 @@ def _sources(node: fx.Node, read: fx.Node, here: Mapping[str, fx.Node]) -> set[s
     while pending:
         made = pending.pop()
         known = here.get(made.name)
-        if known is not None and known is not read and (known.op == "placeholder" or known < first_read):
+        if known is not None and (known.op == "placeholder" or known < first_read):
             found.add(made.name)
         elif made not in seen:
             seen.add(made)

@@ -214,10 +214,17 @@ def test_gradients_are_those_of_a_function_written_by_hand(hidden, dtype):
     assert all(a.grad.equal(b.grad) for a, b in zip([given, *model.parameters()], leaves, strict=True))
 
 
+def by_hand(module, x):
+    """A norm whose variance reads the mean, which is saved, too."""
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
 NORMS = {
     "layer": lambda: nn.LayerNorm(256),
     "rms": lambda: nn.RMSNorm(256),
     "group": lambda: nn.GroupNorm(8, 256),
+    "by hand": lambda: Net(by_hand),
 }
 
 
