@@ -436,14 +436,14 @@ class AppliedSaved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Applied:
+class AppliedPlan:
     """All that a plan changed."""
 
     copies: dict[SavedValue, AppliedSaved]
     computed: dict[SavedValue, fx.Node]  # Values that are not saved, each with the node of the backward that it is there.
 
 
-def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> Applied:
+def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> AppliedPlan:
     """Carry out a plan, in place. Nodes of the forward that nothing reads any more are left."""
     applied: dict[SavedValue, AppliedSaved] = {}
     readers = {value.read: list(value.read.users) for value in plan}
@@ -467,7 +467,7 @@ def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue
     if applied:
         added_results = {value.position: [n for n, _ in made.added] for value, made in applied.items()}
         _replace_results(forward, added_results | {value.position: [] for value in computed})
-    return Applied(applied, computed)
+    return AppliedPlan(applied, computed)
 
 
 def _compute(backward: fx.Graph, plan: Sequence[SavedValue], loaded: Mapping[fx.Node, fx.Node]) -> dict[SavedValue, fx.Node]:

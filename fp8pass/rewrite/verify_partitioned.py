@@ -29,7 +29,7 @@ from fp8pass.rewrite.meaning import (
     permuted,
     value,
 )
-from fp8pass.rewrite.saved import Applied, AppliedSaved, SavedValue, as_bytes, without_parameters
+from fp8pass.rewrite.saved import AppliedPlan, AppliedSaved, SavedValue, as_bytes, without_parameters
 from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, operands
 from fp8pass.rewrite.verify import check_arguments, compare, unstored
 from lowering import inductor
@@ -43,7 +43,7 @@ def arguments(graph: fx.Graph) -> Arguments:
     return {node: (node.args, node.kwargs) for node in graph.nodes}
 
 
-def verify_saved(forward: fx.Graph, backward: fx.Graph, applied: Applied, before: tuple[Arguments, Arguments]) -> None:
+def verify_saved(forward: fx.Graph, backward: fx.Graph, applied: AppliedPlan, before: tuple[Arguments, Arguments]) -> None:
     """Raise InvariantError unless the forward saves each planned value as its E4M3 copy and scales, the backward reads their
     product in its place, computes planned statistics from such products, and nothing else has changed. before: the arguments of
     both graphs' nodes."""
