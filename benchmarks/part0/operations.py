@@ -24,11 +24,11 @@ _SHAPE = (512, 768)
 
 
 def family_of(name: str) -> str:
-    """The group of an operation: its GEMM's, or its folder in `lowering/`."""
+    """The group of an operation: its GEMM's, or its folder or file in `lowering/`."""
     module = NAMESPACE.operations[name].reference.__module__.split(".")
     if name.startswith("scaled_"):
         return "grouped GEMMs" if "grouped" in name else "GEMMs"
-    return f"casts {module[1]}" if len(module) > 2 else "casts tensorwise"
+    return f"casts {module[1]}" if len(module) > 2 or module[1] == "state" else "casts tensorwise"
 
 
 def families() -> list[str]:
