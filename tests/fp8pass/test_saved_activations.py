@@ -680,15 +680,16 @@ class Turned(nn.Module):
         return self.down(torch.tanh(up.transpose(1, 2)).transpose(1, 2) * F.silu(gate))
 
 
-def normed():
-    return Stack(nn.Sequential(nn.Linear(128, 128), norm, nn.Tanh()) for norm in (nn.RMSNorm(128), nn.LayerNorm(128)))
+class Normed(Stack):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(128, 128), norm, nn.Tanh()) for norm in (nn.RMSNorm(128), nn.LayerNorm(128)))
 
 
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
         *((Turned, recipe) for recipe in (None, "delayed", "blockwise")),
-        *((normed, recipe) for recipe in (None, "delayed")),
+        *((Normed, recipe) for recipe in (None, "delayed")),
         *((Gated, recipe) for recipe in SCALES),
     ],
     ids=str,
@@ -701,7 +702,7 @@ def test_no_mutation_of_the_new_nodes_passes_unseen(model, recipe):
     before = arguments(forward), arguments(backward)
     applied = apply_saved(forward, backward, plan_saved(forward, backward, num_outputs, rules, context))
     assert applied.copies
-    assert len(applied.computed) == (3 if model is normed else 0)
+    assert len(applied.computed) == (3 if model is Normed else 0)
     verify = functools.partial(verify_saved, forward, backward, applied, before)
     verify()
     unseen, count = [], 0
