@@ -37,7 +37,7 @@ from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, r
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rewrite.meaning import CASTS
-from fp8pass.rewrite.saved_copies import SharedCopies, SharedCopy
+from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopies, SharedCopy
 from fp8pass.rules import SAVED, Rules
 from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import has_fp8_tensor_cores, short
@@ -230,8 +230,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
         dims: Any = node.args[1] if len(node.args) > 1 else None
         num_dims = value_of(node.all_input_nodes[0]).dim()
         return node.all_input_nodes if isinstance(dims, Sequence) and dims and all(dim % num_dims for dim in dims) else []
-    is_same = target in RESHAPES or target in (aten.alias.default, aten.detach.default)
-    is_plain = (is_same or _is_pointwise(node)) and torch.Tag.nondeterministic_seeded not in tags
+    is_plain = (target in SAME_ORDER or _is_pointwise(node)) and torch.Tag.nondeterministic_seeded not in tags
     return node.all_input_nodes if is_plain and _name(node) not in _SENSITIVE_NAMES else []
 
 
