@@ -31,7 +31,7 @@ class RuleError(Fp8Error, ValueError):
 
 
 class NotCompiledError(Fp8Error, TypeError):
-    """The object handed to `inspect` or `state` did not come from `fp8_compile`."""
+    """The object passed to `inspect` or `state` did not come from `fp8_compile`."""
 
 
 class UnknownTensorError(Fp8Error, KeyError):
@@ -67,11 +67,11 @@ class AmaxReductionError(RankMismatchError):
 
 
 class StrictError(Fp8Error, RuntimeError):
-    """With `strict=True`: what would be a warning, an `Fp8Warning`, otherwise."""
+    """An `Fp8Warning`, raised because of `strict=True`."""
 
 
 class NotTracedError(Fp8Error, RuntimeError):
-    """The graphs of a model that came from torch's cache were asked for, and cannot be traced any more."""
+    """A graph came from torch's cache and cannot be traced any more."""
 
 
 class ExportError(Fp8Error, ValueError):
@@ -83,17 +83,17 @@ class ForwardModeError(Fp8Error, NotImplementedError):
 
 
 class ReleasedWeightError(Fp8Error, RuntimeError):
-    """With `release_frozen=True`: a Parameter was read whose values were given back."""
+    """A Parameter was read whose values `release_frozen=True` has freed."""
 
 
 class StaleWeightError(Fp8Error, RuntimeError):
-    """With `weight_copies="cache"`: a Parameter was written to by what leaves no trace, and calls have computed with the FP8
-    copies of its old values. They have been given up: the next call makes them again."""
+    """Calls have used FP8 copies of a Parameter's old values: with `weight_copies="cache"` it was written to in a way that
+    cannot be detected at once. The copies were discarded; the next call makes new ones."""
 
 
 class Fp8Warning(UserWarning):
     """Something does not run as requested: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
-    does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""
+    does, or `model.compile()` replaced `fp8_compile(in_place=True)`. Each is given once per compiled model."""
 
 
 class Fp8FallbackWarning(Fp8Warning):

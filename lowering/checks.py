@@ -146,7 +146,7 @@ def check_compact(
     if tuple(scales.shape) != tuple(expected) or scales.dtype != dtype:
         raise ValueError(
             f"{what} {scales.dtype} {tuple(scales.shape)}, compact scales of this copy are {short(dtype)} {tuple(expected)};"
-            f" pass what {source} returned"
+            f" pass the result of {source}"
         )
 
 

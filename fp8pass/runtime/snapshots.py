@@ -52,7 +52,7 @@ def snapshot_of(graph: CompiledGraph, side: Literal["before", "after", "forward"
         return None
     if not graph.rewrite.after.nodes and (graph.trace_again is None or not graph.trace_again()):
         raise NotTracedError(
-            f"{graph.name} came from torch's cache, untraced; torch._dynamo.reset() has dropped what it is traced from. Read"
+            f"{graph.name} came from torch's cache, untraced; torch._dynamo.reset() has dropped its source. Read"
             f" inspect(compiled).graphs before a reset, or compile without the cache:"
             f" torch._functorch.config.enable_autograd_cache = False, or TORCHINDUCTOR_AUTOGRAD_CACHE=0"
         )

@@ -184,7 +184,7 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
         f" eagerly, in high precision, while the rest is compiled: {texts}. print(fp8pass.inspect(model)) has them;"
-        f" if a module is meant to run eagerly, put torch.compiler.disable(module) in its place{_hooks_of_fsdp(root)}",
+        f" if a module is meant to run eagerly: module.forward = torch.compiler.disable(module.forward){_hooks_of_fsdp(root)}",
         Fp8FallbackWarning,
         strict=session.options.strict,
     )
@@ -196,7 +196,7 @@ def _hooks_of_fsdp(root: nn.Module | None) -> str:
         return ""
     return (
         ". fully_shard breaks the graph around every module that it wraps: to compile a layer between them, such as the head,"
-        " make it part of a class of your own and wrap that, too"
+        " make it part of a module class of your own, and call fully_shard on that module"
     )
 
 
@@ -206,7 +206,7 @@ def _cause(root: nn.Module | None) -> str | None:
         return f"torch.compiler.set_stance({now!r})"
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
-            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing, and leaves what it met eager in"
+            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing, and leaves the model eager in"
             f" later calls, too: call torch._dynamo.reset() after the mode. If the model is called once, forward and backward,"
             f" before the mode begins, the compiled graphs run under it"
         )

@@ -170,8 +170,8 @@ class Fp8State:
         found = state_dict.get(NUM_STEPS)
         if found is None and self._is_scheduled:
             raise CheckpointMismatchError(
-                f"the saved state has no {NUM_STEPS!r}, the position in the schedule; load what state(...)"
-                f".state_dict() returned, or compile without a schedule and call use_rules"
+                f"the saved state has no {NUM_STEPS!r}, the position in the schedule; load the result of"
+                f" state(...).state_dict(), or compile without a schedule and call use_rules"
             )
         num_steps = 0 if found is None else int(found)
         split = self._split(entries)
@@ -206,7 +206,7 @@ class Fp8State:
         if num_saved := int(state_dict[NUM_TENSORS]):
             raise CheckpointMismatchError(
                 f"the checkpoint holds {num_saved} tensors and none of them was read: torch.distributed.checkpoint reads"
-                f" what state_dict() names, and before its first call this model has no tensors. Use"
+                f" the names in state_dict(), and before its first call this model has none. Use"
                 f" state(compiled).load_checkpoint(checkpoint_id), or load after a forward and a backward"
             )
 

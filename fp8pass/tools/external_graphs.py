@@ -39,7 +39,7 @@ aten = torch.ops.aten
 #: The variable below which all modules are, as Dynamo would call the model.
 _ROOT = "self"
 #: The use of AOTAutograd's cache, which begins before the graph is traced.
-_NOT_CACHED = "bypassed: rewrite_graph rewrites the graph at each start; caches are those of what compiles it"
+_NOT_CACHED = "bypassed: rewrite_graph rewrites the graph at each start; its owner may cache the result"
 
 
 class RewrittenGraph:

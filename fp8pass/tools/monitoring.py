@@ -263,7 +263,7 @@ def _in_words(row: MonitorRow, count: int) -> str:
     side = "backward" if row.is_backward else "forward"
     reader = "which is saved for the backward" if row.role == SAVED else f"for the GEMM {row.role}"
     what = f"{row.name}, {reader}" if row.copy else f"{row.name.module}, the result of its {row.role}"
-    return f"{what}, in the {side} ({count:,} elements)"
+    return f"{what}, in the {side} ({count:,} element{'s' * (count != 1)})"
 
 
 def _quantiles(vector: list[float], first: int) -> list[float]:

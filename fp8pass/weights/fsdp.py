@@ -99,8 +99,8 @@ def obstacle(found: Managed) -> Reason | None:
     if not found.group._reshard_after_forward:
         return Reason(
             ReasonKind.READERS,
-            "reshard_after_forward=False leaves it gathered after the forward, where others read it; FSDP2 has that for the"
-            " root's own Parameters, too",
+            "reshard_after_forward=False leaves it gathered after the forward, where other code may read it; so does FSDP2 with"
+            " the root's own Parameters",
         )
     if found.ranks.size() == 1:
         return Reason(ReasonKind.BYTES, "FSDP2 shards it over one rank, so nothing is sent")

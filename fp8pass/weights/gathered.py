@@ -222,7 +222,7 @@ class GatheredWeight:
         if self._columnwise:
             raise OptionError(
                 f"fsdp_gather='fp8': {self.managed.name} is read by a forward that is run again in the backward, which has"
-                f" another copy of it: checkpoint activations inside of what is compiled, or leave fsdp_gather out for"
+                f" another copy of it: checkpoint activations inside of the compiled module, or leave fsdp_gather out for"
                 f" the recipe {self.weight.recipe.name!r}"
             )
         for layout in layouts:

@@ -254,7 +254,7 @@ def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner
                     " it is transposed; pass the scales that quantize_blockwise returned with .t()"
                 )
             return granularity
-    fix = "transpose it with .t()" if given[::-1] in shapes else "pass what quantize_blockwise returned for this operand"
+    fix = "transpose it with .t()" if given[::-1] in shapes else "pass the result of quantize_blockwise for this operand"
     raise ValueError(f"{name} has shape {given}; 1x{BLOCK} scales are {shapes[0]}, {BLOCK}x{BLOCK} ones {shapes[1]}: {fix}")
 
 

@@ -172,8 +172,8 @@ def check_amaxes(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtyp
     lines = sum(x.shape[0] * rowwise + x.shape[1] * columnwise for x in xs)
     if amaxes.dtype != torch.float32 or tuple(amaxes.shape) != (lines,):
         raise ValueError(
-            f"amaxes is {amaxes.dtype} {tuple(amaxes.shape)}, these matrices have {lines} lines; pass what amax_rowwise"
-            " returned for them, with the same rowwise and columnwise"
+            f"amaxes is {amaxes.dtype} {tuple(amaxes.shape)}, these matrices have {lines} lines; pass the result of"
+            " amax_rowwise for them, with the same rowwise and columnwise"
         )
 
 

@@ -172,8 +172,8 @@ def unusual(rank, cases):
 
 
 STAYS = (
-    "readers: reshard_after_forward=False leaves it gathered after the forward, where others read it; FSDP2 has that for the"
-    " root's own Parameters, too"
+    "readers: reshard_after_forward=False leaves it gathered after the forward, where other code may read it; so does FSDP2"
+    " with the root's own Parameters"
 )
 #: Recipe, order, options of fully_shard; which gathers of a step are smaller, and the reason of the others.
 UNUSUAL = [

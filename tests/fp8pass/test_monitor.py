@@ -142,7 +142,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(recipe):
     with torch.no_grad():
         model[0].down.weight[3, 5] = torch.inf
     compiled(batch(1)).square().mean().backward()
-    assert watching.latest.first_non_finite.startswith("0.down:weight, for the GEMM output, in the forward (1 elements)")
+    assert watching.latest.first_non_finite.startswith("0.down:weight, for the GEMM output, in the forward (1 element)")
     assert "0.down:weight" in str(watching)
     _, compiled, watching = watched(recipe)
     gradient = torch.ones(48, 64)

@@ -53,7 +53,7 @@ def test_scaled_mm_takes_compact_scales(pair):
         lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b)
     with pytest.raises(ValueError, match="fast_accum is True"):
         lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b.t(), fast_accum=True)
-    with pytest.raises(ValueError, match=r"scale_inv_b has shape \(\).*pass what quantize_blockwise returned"):
+    with pytest.raises(ValueError, match=r"scale_inv_b has shape \(\).*pass the result of quantize_blockwise"):
         lowering.scaled_mm(a, b.t(), scale_inv_a, torch.tensor(1.0))
 
 
