@@ -52,7 +52,7 @@ class Fp8Callback(Callback):
     before each optimizer step, so with `accumulate_grad_batches` it spans all batches; after fitting the next forward ends
     steps again, as with `fp8_compile(step="auto")`. Checkpoints that are more than weights hold the FP8 state under the
     callback's key, and whatever takes `ckpt_path`, "best" among others, continues from it. The keys of weights do not change.
-    Weights that `StochasticWeightAveraging` puts in at the end take their scales from themselves.
+    Weights that `StochasticWeightAveraging` puts in at the end are scaled by their own amaxes.
 
     A callback serves several LightningModules in turn, and modules that are compiled with the same arguments already.
 
@@ -140,7 +140,7 @@ class Fp8Callback(Callback):
             state(root).forget_weights()
             log.warning(
                 "%s holds no FP8 state: it was saved without this callback, or with save_weights_only. Weights take their"
-                " scales from themselves until a step has recorded them",
+                " scales from their own amaxes until a step has recorded them",
                 trainer.ckpt_path,
             )
         self._was_loaded = False

@@ -170,7 +170,7 @@ class Fp8Callback(TrainerCallback):
         elif os.path.isdir(best):
             _state(model).forget_weights()
             log.warning(
-                "%s has the best weights and no %s (save_only_model?): weights take their scales from themselves, other"
+                "%s has the best weights and no %s (save_only_model?): weights are scaled by their own amaxes, other"
                 " tensors keep those of the last step",
                 best,
                 FILE,

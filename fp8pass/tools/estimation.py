@@ -608,7 +608,7 @@ class Estimation:
             )
         best = self.best
         if best is None:
-            lines.append("FP8 is not expected to pay on this device at these sizes.")
+            lines.append("FP8 is not expected to be faster on this device at these sizes.")
         else:
             count = sum(_is_slow(g) for g in best.chosen) if best.chooses else 0
             lines.append(
