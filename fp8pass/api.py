@@ -88,7 +88,7 @@ def fp8_compile(
         saved_activations: "fp8" saves values for the backward as E4M3 with a float32 scale per 1x128 values where pointwise
             code and norms only read them there, and lets the backward compute operands of GEMMs again from them. Attention's
             q, k, v and output, and values that other operations read, are saved so only by a rule with the role `saved`:
-            {"layers.*.attn*:saved": "blockwise"}. It needs no FP8 hardware. [Memory](docs/memory.md) says what it costs.
+            {"layers.*.attn*:saved": "blockwise"}. It needs no FP8 hardware. The page on memory has its costs.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
@@ -96,8 +96,8 @@ def fp8_compile(
         strict: raise StrictError where the compiled model would give an `Fp8Warning`: a rule that has matched nothing when the
             first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call or a
             module that ran eagerly, and `model.compile()` after `in_place=True`.
-        match: the inference engine whose online quantization the operands of forward GEMMs equal byte for byte, FP8 values and
-            scales: "vllm" ("current", in which q, k and v, and gate and up, have one scale together; "rowwise"; and blockwise
+        match: the inference engine whose online quantization forward GEMMs reproduce byte for byte, FP8 values and scales:
+            "vllm" ("current", in which q, k and v, and gate and up, have one scale together; "rowwise"; and blockwise
             in float32), "vllm-per-tensor" ("current" with one scale per input, too), "deepgemm" ("blockwise") or "hf",
             transformers' own FP8 linear ("rowwise"). It sets how scales are computed, the smallest amax and fast accumulation;
             Float8BlockScaling's `use_f32_scales` chooses between float32 and UE8M0 scales. Backward GEMMs keep the recipe's own
@@ -120,7 +120,7 @@ def fp8_compile(
         RecipeError: the recipe has no such name.
         RuleError: a pattern or a value in `rules` or `schedule` is malformed.
         OptionError: another argument is invalid.
-        StrictError: with `strict=True`, at a call or at the end of a backward: see there.
+        StrictError: with `strict=True`, where there would be an `Fp8Warning`: at a call or at the end of a backward.
         UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9, unless no recipe
             quantizes GEMMs.
     """
@@ -154,7 +154,7 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
     """Undo `fp8_compile(model, in_place=True)`: the model runs eagerly again, in high precision.
 
     This discards the state of delayed scaling. To continue with it later, save `state(model).state_dict()` first. Parameters
-    that `release_frozen` took the values of get those of their FP8 copies.
+    that `release_frozen` has released get the values of their FP8 copies.
 
     Raises:
         NotCompiledError: the model is not compiled in place, or no longer because `model.compile()` was called.
@@ -185,11 +185,11 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     """Report what was rewritten in a compiled model, what was not, and why.
 
     Args:
-        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned or compiled in place, or a model with modules
-            that were compiled one by one: then all of them, by their paths in the model.
+        compiled: the result of `fp8_compile` or torch.compile(backend="fp8pass"), a model compiled in place, or one whose
+            modules were compiled one by one: then all of them, by their paths in the model.
 
     Raises:
-        NotCompiledError: it is anything else, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made.
+        NotCompiledError: it is anything else, or `model.compile()` replaced `fp8_compile(in_place=True)`.
     """
     from torch import nn
 
@@ -206,13 +206,13 @@ def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str
     """Compare the decisions on the GEMMs of two compiled models: another rule, recipe, option, shape or version as the cause.
 
     Args:
-        before: `inspect(compiled)`, or what its `to_dict()` gave: the two runs are often two processes, and a dict can be
+        before: `inspect(compiled)`, or the result of its `to_dict()`: the two runs are often two processes, and a dict can be
             saved as JSON.
         after: the same of the other run.
 
     Returns:
-        What prints as a table, with equal layers folded into one row. `changes` lists GEMMs whose decision changed, which is
-        in which formats they run, or the kind of reason why they do not. GEMMs are matched by module path and role.
+        The difference. It prints as a table, with equal layers folded into one row. `changes` lists GEMMs whose decision
+        changed: their formats, or the kind of reason for high precision. GEMMs are matched by module path and role.
 
     Raises:
         OptionError: an argument is neither, or has no GEMMs because the model had not run.
@@ -308,7 +308,7 @@ def monitor(
     *,
     results: bool = False,
 ) -> Monitor:
-    """Measure what FP8 does to every quantized tensor, in every n-th step of training, from the first one on.
+    """Measure the error of every quantized tensor, in every n-th step of training, from the first one on.
 
     Steps count as for `schedule` of `fp8_compile`, and step 0 is measured. A measured step runs other compiled graphs, which
     also count: the first one compiles them, by the inner compiler only. All other steps run as without a monitor, and
@@ -344,7 +344,7 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
     of them must call this in the same step.
 
     Args:
-        compiled: as for `inspect`; of modules that were compiled one by one, each with a state of its own, one at a time.
+        compiled: as for `inspect`; if modules were compiled one by one, each with its own state, one of these modules.
         rules: as in `fp8_compile`: all of them, they take the place of those before. The recipe for all other GEMMs, `select`
             and `min_speedup` do not change.
 
@@ -383,7 +383,7 @@ def estimate(
     run nor changed. Of equal layers one of each kind is traced. Attention counts as one operation.
 
     Args:
-        model: an nn.Module in training mode. Call it with what gives a loss, so that the head is recognized.
+        model: an nn.Module in training mode. Pass arguments that make it return a loss, so that the head is recognized.
         args: its arguments; of tensors only shape, dtype and strides count.
         device: "h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", or a `fp8pass.cost.Device` with the rates of another one.
         recipe: "all", or one recipe as in `fp8_compile`.

@@ -40,7 +40,7 @@ _extend(DynamoBackend)
 def keep_state(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Let `accelerator.save_state` write the state of delayed scaling, and `load_state` read it.
 
-    model: what `fp8_compile(model, in_place=True)` compiled, prepared or not; one compiled by the backend's name has a state to
+    model: one compiled by `fp8_compile(model, in_place=True)`, prepared or not, or by the backend's name, which has a state to
     load into from its first call on. Raises NotCompiledError for any other model.
     """
     state(model)

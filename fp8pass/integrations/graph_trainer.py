@@ -64,7 +64,7 @@ def register_fp8_pipeline(
     enters the trace as non-persistent buffers of the model, `fp8_scale` and the like; a step ends before the next one begins.
 
     Args:
-        name: what `--compile.pass_pipeline` selects it by.
+        name: its name for `--compile.pass_pipeline`.
         recipe: as in `fp8_compile`.
         rules: as in `fp8_compile`.
         options: `select`, `min_speedup` and `amax_reduction_group`, as in `fp8_compile`.

@@ -61,7 +61,7 @@ class Fp8Callback(Callback):
         rules: as in `fp8_compile`.
         module: path of the module to compile, "model" for `self.model`; "" compiles the LightningModule's own `forward`, for
             steps that call `self(x)`. By default all modules that are attributes of the LightningModule and have Parameters
-            are compiled, each by itself; those in an nn.ModuleList or nn.ModuleDict as well.
+            are compiled, each alone; those in an nn.ModuleList or nn.ModuleDict as well.
         print_table: print the table of GEMMs once, after the first step, on the first rank.
         monitor: measure every n-th step, as `fp8pass.monitor` does. The numbers go to the Trainer's loggers;
             `callback.monitor.latest` has them, too.

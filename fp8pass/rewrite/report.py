@@ -25,7 +25,7 @@ from lowering.formats import FORMAT_NAMES, fp8_max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRecord:
-    """One matmul of a compiled graph and what was decided about it."""
+    """One matmul of a compiled graph, and the decision about it."""
 
     module: str
     """Path of the module in the user's model, such as "layers.0.attn.wq"."""
@@ -84,7 +84,7 @@ class GemmRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GatherRecord:
-    """An all-gather whose result is quantized, and what it sends."""
+    """An all-gather whose result is quantized, and the bytes that it sends."""
 
     module: str
     """Path of the module whose GEMM reads the gathered tensor."""

@@ -137,10 +137,9 @@ class Fp8State:
                     store.forget([name for name in store.names if TensorName.parse(name).kind == "weight"])
 
     def restore_weights(self) -> None:
-        """Give Parameters that `release_frozen=True` took the values of their values again: those that their FP8 copies stand
-        for, rounded to the Parameter's dtype.
+        """Restore Parameters that `release_frozen=True` has released from their FP8 copies, rounded to their dtype.
 
-        Until the next call of the compiled model, which takes those that are frozen still. The copies do not change.
+        The next call of the compiled model releases those again that are still frozen. The copies do not change.
         """
         for session in self._sessions:
             session.weights.releases.restore()
@@ -229,11 +228,11 @@ class Fp8State:
         return split
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "fp8") -> None:
-        """Continue from what `torch.distributed.checkpoint.save({key: state(compiled), ...})` wrote, on any number of
-        ranks.
+        """Load the state from a checkpoint of `torch.distributed.checkpoint.save({key: state(compiled), ...})`, on any
+        number of ranks.
 
         For a model that has not run yet: `torch.distributed.checkpoint.load` reads only the tensors that a model names, and
-        it has none. Every rank reads by itself, without communication. Raises CheckpointMismatchError as
+        it has none. Every rank reads without communication. Raises CheckpointMismatchError as
         `load_state_dict` does.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -99,7 +99,7 @@ class RewrittenGraph:
         return module(*args, *self.state_tensors())
 
     def inspect(self) -> Inspection:
-        """The inspection of the graph, as `fp8pass.inspect` gives it of a compiled model."""
+        """The table of the graph's GEMMs, as `fp8pass.inspect` returns it for a compiled model."""
         return make_inspection([Part(self._session)])
 
     def __str__(self) -> str:

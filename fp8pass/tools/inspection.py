@@ -66,7 +66,7 @@ _WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFT
 
 
 class GraphRecord:
-    """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
+    """One compiled graph. The fx graphs are copies to read, for example with `print_readable()`, not the graphs that run."""
 
     def __init__(self, compiled: CompiledGraph, uses: Uses, name: str):
         rewritten = compiled.rewrite
@@ -167,7 +167,7 @@ class Inspection:
     """The rewrite of a compiled model as of the call of `inspect`: graphs are compiled at the first calls of the model."""
 
     gemms: list[GemmRecord]
-    """Every matrix multiplication. A graph that was compiled again for other shapes adds only what is new in it."""
+    """Every matrix multiplication. A graph that was compiled again for other shapes adds only its new ones."""
     graphs: list[GraphRecord]
     """Every compiled graph, in the order of compilation."""
     unmatched_rules: list[str]
@@ -196,7 +196,7 @@ class Inspection:
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
     """The compiled parts of the model: where the page finds scales and amax histories."""
     released: dict[str, Release] = dataclasses.field(default_factory=dict)
-    """With `release_frozen=True`: the name of each frozen weight that GEMMs read in FP8 -> what became of its values."""
+    """With `release_frozen=True`: the name of each frozen weight that GEMMs read in FP8 -> whether its values were freed."""
     matched: tuple[str, ...] = ()
     """Engines that forward operands match: fp8_compile's `match`."""
     eager_calls: tuple[str, ...] = dataclasses.field(default=(), repr=False)
@@ -313,8 +313,8 @@ class Inspection:
         """Write the inspection as one page that any browser opens from disk: it loads nothing else.
 
         It has a summary, the table of GEMMs to sort and filter, heat maps by layer, the graph of one layer before and after as
-        a picture, and what gathers send. Scales and amax histories of delayed scaling are those of now. With a monitor it
-        also has the SQNR and the underflow of each tensor.
+        a picture, the bytes of gathers, and current scales and amax histories of delayed scaling. With a monitor it also has
+        the SQNR and the underflow of each tensor.
 
         measured: `latest` of a monitor; by default that of the monitor that watches the model, if there is one.
 

@@ -198,7 +198,7 @@ class Measurement:
         return make_table(columns, rows, title=f"step {self.step}")
 
     def remarks(self) -> list[str]:
-        """Lines about what needs attention."""
+        """Remarks on values that need attention, a line each."""
         lines = [] if self.first_non_finite is None else [f"The first tensor that is not finite: {self.first_non_finite}."]
         for what, verb in (("underflow", "underflow to zero"), ("saturated", "saturate")):
             lost = sorted((t for t in self.tensors if getattr(t, what) > MANY_LOST), key=_badness)
