@@ -623,7 +623,8 @@ class Estimation:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
-body{{font:15px sans-serif;margin:2em;max-width:70em;color-scheme:light dark}}
+:root{{color-scheme:light dark}}
+body{{font:15px sans-serif;margin:2em;max-width:70em}}
 table{{border-collapse:collapse;display:block;overflow-x:auto}}
 td,th{{padding:.2em .7em;border-bottom:1px solid #8888;text-align:right;white-space:nowrap}}
 td:first-child,th:first-child{{text-align:left;white-space:normal}}
