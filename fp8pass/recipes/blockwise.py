@@ -10,20 +10,7 @@ from typing import ClassVar
 from fp8pass.errors import RecipeError
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import (
-    BackwardOverride,
-    Format,
-    Recipe,
-    check,
-    check_bools,
-    check_epsilon,
-    check_format,
-    check_override,
-    fp8_dtype,
-    is_int,
-    named,
-    recipe,
-)
+from fp8pass.recipes.recipe import BackwardOverride, Format, Recipe, check, check_options, fp8_dtype, is_int, named, recipe
 from lowering.formats import E4M3, Granularity
 
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
@@ -57,10 +44,7 @@ class Float8BlockScaling(Recipe):
     FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_epsilon(self)
-        check_bools(self, "use_f32_scales")
-        check_override(self, grad_block_scaling_dim=1)
+        check_options(self, grad_block_scaling_dim=1)
         dims = {o: getattr(self, o) for o in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")}
         for option, value in dims.items():
             check(self, option, is_int(value) and value in (1, 2), "use 1 (1x128) or 2 (128x128)")

@@ -9,19 +9,7 @@ from typing import ClassVar
 
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import (
-    FAST_ACCUM,
-    BackwardOverride,
-    Format,
-    Recipe,
-    check_bools,
-    check_epsilon,
-    check_format,
-    check_override,
-    fp8_dtype,
-    named,
-    recipe,
-)
+from fp8pass.recipes.recipe import BackwardOverride, Format, Recipe, check_options, fp8_dtype, named, recipe
 from lowering.formats import Granularity
 
 
@@ -52,10 +40,7 @@ class Float8CurrentScaling(Recipe):
     """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_epsilon(self)
-        check_bools(self, "use_power_2_scales", *FAST_ACCUM)
-        check_override(self)
+        check_options(self)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return Quantization(

@@ -13,18 +13,7 @@ import torch
 from fp8pass.errors import nearest
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import (
-    FAST_ACCUM,
-    Format,
-    Recipe,
-    check,
-    check_bools,
-    check_format,
-    fp8_dtype,
-    is_int,
-    named,
-    recipe,
-)
+from fp8pass.recipes.recipe import Format, Recipe, check, check_options, fp8_dtype, is_int, named, recipe
 from lowering.formats import Granularity
 
 #: The reduction of a history of amaxes to one.
@@ -64,7 +53,9 @@ class DelayedScaling(Recipe):
     """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
-        check_format(self)
+        fix = "delayed scaling has none, as in TransformerEngine; use Float8CurrentScaling or another recipe"
+        check(self, "backward_override", self.backward_override is None, fix)
+        check_options(self)
         check(self, "margin", is_int(self.margin) and -100 <= self.margin <= 100, "use an int between -100 and 100")
         length = self.amax_history_len
         check(self, "amax_history_len", is_int(length) and length >= 1, "use an int of at least 1")
@@ -77,9 +68,6 @@ class DelayedScaling(Recipe):
         first = self.initial_scale
         hint = nearest(first, ("current", "one")) if isinstance(first, str) else ""
         check(self, "initial_scale", first in ("current", "one"), f"use 'current' or 'one'.{hint}")
-        fix = "delayed scaling has none, as in TransformerEngine; use Float8CurrentScaling or another recipe"
-        check(self, "backward_override", self.backward_override is None, fix)
-        check_bools(self, "reduce_amax", *FAST_ACCUM)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return Quantization(

@@ -9,17 +9,7 @@ from typing import ClassVar
 
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import (
-    BackwardOverride,
-    Format,
-    Recipe,
-    check_bools,
-    check_format,
-    check_override,
-    fp8_dtype,
-    named,
-    recipe,
-)
+from fp8pass.recipes.recipe import BackwardOverride, Format, Recipe, check_options, fp8_dtype, named, recipe
 from lowering.formats import Granularity
 
 
@@ -39,9 +29,7 @@ class MXFP8BlockScaling(Recipe):
     FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bools(self, "enable_2d_quantization")
-        check_override(self)
+        check_options(self)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         is_square = self.enable_2d_quantization and operand.kind == "weight"

@@ -149,7 +149,23 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_format(recipe: Any) -> None:
+def check_options(recipe: Any, **unused: object) -> None:
+    """Check the options that several recipes have: `fp8_format`, `amax_epsilon`, `backward_override`, and all that are True or
+    False. unused: options that only FP8 backward GEMMs read, and their defaults, besides those of fast accumulation."""
+    defaults = {f.name: f.default for f in dataclasses.fields(recipe)}
+    if "fp8_format" in defaults:
+        _check_format(recipe)
+    if "amax_epsilon" in defaults:
+        epsilon = recipe.amax_epsilon
+        is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+        check(recipe, "amax_epsilon", is_number and 0.0 <= epsilon < float("inf"), "use a finite number of 0.0 or more")
+    for option in (name for name, default in defaults.items() if isinstance(default, bool)):
+        check(recipe, option, isinstance(getattr(recipe, option), bool), "use True or False")
+    if "backward_override" in defaults:
+        _check_override(recipe, unused)
+
+
+def _check_format(recipe: Any) -> None:
     """`fp8_format` is a Format that GEMMs exist for."""
     value = recipe.fp8_format
     if not isinstance(value, Format):
@@ -167,37 +183,19 @@ def home_of(value: object) -> str | None:
     return package if package in ("transformer_engine", "torchao") else None
 
 
-def check_bools(recipe: Any, *options: str) -> None:
-    """These options are True or False."""
-    for option in options:
-        check(recipe, option, isinstance(getattr(recipe, option), bool), "use True or False")
-
-
-def check_epsilon(recipe: Any) -> None:
-    """`amax_epsilon` is a finite number of 0 or more."""
-    epsilon = recipe.amax_epsilon
-    is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-    check(recipe, "amax_epsilon", is_number and 0.0 <= epsilon < float("inf"), "use a finite number of 0.0 or more")
-
-
-def check_override(recipe: Any, **unused: object) -> None:
-    """`backward_override` is None or a known one, and no option that only FP8 backward GEMMs read differs from its default.
-
-    unused: such options and their defaults, besides those of fast accumulation.
-    """
+def _check_override(recipe: Any, unused: dict[str, object]) -> None:
+    """`backward_override` is None or a known one, and no option that only FP8 backward GEMMs read differs from its default."""
     choice, known = recipe.backward_override, get_args(BackwardOverride)
     hint = nearest(choice, known) if isinstance(choice, str) else ""
     is_known = choice is None or (isinstance(choice, str) and choice in known)
     check(recipe, "backward_override", is_known, f"use None, 'high_precision' or 'dequantized'.{hint}")
     if choice is None:
         return
-    without_fp8 = {option: False for option in FAST_ACCUM[1:] if hasattr(recipe, option)} | unused
+    fast_accum = ("fast_accum_grad_input", "fast_accum_grad_weight")
+    without_fp8 = {option: False for option in fast_accum if hasattr(recipe, option)} | unused
     for option, default in without_fp8.items():
         fix = f"no backward GEMM runs in FP8 with backward_override={choice!r}; leave {option} at {default!r}"
         check(recipe, option, getattr(recipe, option) == default, fix)
-
-
-FAST_ACCUM = ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight")
 
 
 def fp8_dtype(recipe: Any, operand: Operand) -> torch.dtype:

@@ -11,16 +11,7 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import (
-    FAST_ACCUM,
-    BackwardOverride,
-    Recipe,
-    check_bools,
-    check_epsilon,
-    check_override,
-    named,
-    recipe,
-)
+from fp8pass.recipes.recipe import BackwardOverride, Recipe, check_options, named, recipe
 from lowering.formats import E4M3, Granularity
 
 
@@ -53,9 +44,7 @@ class Float8RowwiseScaling(Recipe):
     """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
-        check_epsilon(self)
-        check_bools(self, "use_power_2_scales", "high_precision_grad_weight", *FAST_ACCUM)
-        check_override(self, high_precision_grad_weight=False)
+        check_options(self, high_precision_grad_weight=False)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         is_shared = self.high_precision_grad_weight and role == "grad_input" and operand.kind == "weight"
