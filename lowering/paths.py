@@ -16,7 +16,7 @@ import enum
 import torch
 
 from lowering import deep_gemm, hardware
-from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
+from lowering.blockwise.gemm import IMPLEMENTATIONS, as_told
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, Granularity
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
@@ -80,7 +80,7 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     try:
         return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
     except WrongGemmError:  # which the trial has logged
-        compute = IMPLEMENTATIONS["triton"].prepare(gemm)
+        compute = IMPLEMENTATIONS["triton"](gemm)
         return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
@@ -92,4 +92,4 @@ def _check_powers_of_two(scale_inv: torch.Tensor) -> None:
         raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
 
 
-IMPLEMENTATIONS["mxfp8"] = Implementation(as_told(scaled_mm_blockwise))
+IMPLEMENTATIONS["mxfp8"] = as_told(scaled_mm_blockwise)

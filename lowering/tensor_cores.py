@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from lowering.checks import check_operands
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal
 from lowering.products import LineProduct, Product
-from lowering.trials import ALIGNMENT_BYTES, Decisions, layout_of
+from lowering.trials import ALIGNMENT_BYTES, keep, layout_of
 from lowering.triton.epilogue import finished
 
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 #: NOTE [one decision] in `lowering/blockwise/gemm.py`.
-OF_TENSORS: Decisions[Compute] = Decisions()
-OF_ROWS: Decisions[Compute] = Decisions()
+OF_TENSORS: dict[Hashable, Compute] = {}
+OF_ROWS: dict[Hashable, Compute] = {}
 
 
 def scaled_mm(
@@ -48,11 +48,11 @@ def scaled_mm(
         scale_inv_a.shape, scale_inv_b.shape, of_bias, out_dtype, fast_accum,
     )
     # fmt: on
-    compute = OF_TENSORS.kept(key)  # written out: functions cost microseconds at each call
+    compute = OF_TENSORS.get(key)  # written out: functions cost microseconds at each call
     if compute is None:
         product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
         compute = _of_tensors(product)
-        OF_TENSORS.keep(key, compute, a)
+        keep(OF_TENSORS, key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 
@@ -142,11 +142,11 @@ def scaled_mm_rowwise(
         scale_inv_a.shape, scale_inv_a.stride(), scale_inv_b.shape, scale_inv_b.stride(), of_bias, out_dtype, fast_accum,
     )
     # fmt: on
-    compute = OF_ROWS.kept(key)
+    compute = OF_ROWS.get(key)
     if compute is None:
         product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
         compute = _of_rows(product)
-        OF_ROWS.keep(key, compute, a)
+        keep(OF_ROWS, key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 

@@ -172,25 +172,14 @@ Made = TypeVar("Made")
 _MOST = 4096
 
 
-class Decisions(Generic[Made]):
-    """The decisions of one operation."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Made] = {}
-        self.kept: Callable[[Hashable], Made | None] = self._made.get  # The decision of a key; None where none is kept.
-
-    def keep(self, key: Hashable, made: Made, x: torch.Tensor) -> None:
-        """Keep a decision about x and other tensors. Not while a CUDA graph is captured: no library is tried then, and a later
-        decision may differ; nor of tensors in tracing."""
-        if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        if len(self._made) >= _MOST:
-            self._made.clear()
-        self._made[key] = made
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._made.clear()
+def keep(decisions: dict[Hashable, Made], key: Hashable, made: Made, x: torch.Tensor) -> None:
+    """Keep a decision about x and other tensors among those of an operation. Not while a CUDA graph is captured: no library is
+    tried then, and a later decision may differ; nor of tensors in tracing."""
+    if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    if len(decisions) >= _MOST:
+        decisions.clear()
+    decisions[key] = made
 
 
 def layout_of(x: torch.Tensor) -> tuple[Any, ...]:

@@ -6,9 +6,8 @@ options alone. They are looked at once for each combination of these, and give a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from lowering.blockwise import cublaslt, deep_gemm, reference
 from lowering.blockwise.reference import BlockwiseGemm, Compute
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
-from lowering.trials import ALIGNMENT_BYTES, Decisions, layout_of, trusted
+from lowering.trials import ALIGNMENT_BYTES, keep, layout_of, trusted
 
 
 def scaled_mm_blockwise(
@@ -42,11 +41,11 @@ def scaled_mm_blockwise(
         of_bias, granularity_a, granularity_b, out_dtype, implementation,
     )
     # fmt: on
-    compute = DECISIONS.kept(key)  # at each call of a model: written out, because functions and loops cost microseconds
+    compute = DECISIONS.get(key)  # at each call of a model: written out, because functions and loops cost microseconds
     if compute is None:
         operands = a, b, scale_inv_a, scale_inv_b, bias
         compute = decided(operands, granularity_a, granularity_b, out_dtype, implementation)
-        DECISIONS.keep(key, compute, a)
+        keep(DECISIONS, key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 
@@ -56,26 +55,16 @@ def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: to
     reference.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
     reference.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)
     gemm = BlockwiseGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
-    return implementation_of(gemm, implementation).prepare(gemm)
+    return prepared(gemm, implementation)
 
 
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """Something that computes blockwise GEMMs."""
-
-    prepare: Callable[[BlockwiseGemm], Compute]  # Returns what computes GEMMs that differ from this one in their values alone.
-    require: Callable[[BlockwiseGemm], None] = lambda gemm: None  # Raises for a GEMM that it cannot compute.
-
-
-def implementation_of(gemm: BlockwiseGemm, name: str) -> Implementation:
+def prepared(gemm: BlockwiseGemm, name: str) -> Compute:
     """The requested implementation of a blockwise GEMM; raises where that cannot compute it, and never replaces it."""
     if name == "auto":
         name = chosen(gemm)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {name!r}; use one of auto, {', '.join(IMPLEMENTATIONS)}")
-    found = IMPLEMENTATIONS[name]
-    found.require(gemm)
-    return found
+    return IMPLEMENTATIONS[name](gemm)
 
 
 def chosen(gemm: BlockwiseGemm) -> str:
@@ -86,12 +75,6 @@ def chosen(gemm: BlockwiseGemm) -> str:
 
 
 def _by_triton(gemm: BlockwiseGemm) -> Compute:
-    from lowering.blockwise import kernels  # imports Triton
-
-    return kernels.prepare(gemm)
-
-
-def _require_triton(gemm: BlockwiseGemm) -> None:
     device = gemm.a.device
     if not gemm.a.is_cuda:
         raise ValueError(f"implementation='triton' needs CUDA tensors, a is on {device}; use 'reference' there")
@@ -101,16 +84,20 @@ def _require_triton(gemm: BlockwiseGemm) -> None:
             f" {cuda_capability(device)}; {FP8_CAPABILITY} is required), or Triton is not installed;"
             " implementation='reference' emulates the GEMM in float32"
         )
+    from lowering.blockwise import kernels  # imports Triton
+
+    return kernels.prepare(gemm)
 
 
-def _require(name: str, library: Any, gemm: BlockwiseGemm) -> None:
+def _by_library(name: str, library: Any, gemm: BlockwiseGemm) -> Compute:
     reason = library.refusal(gemm)
     if reason is not None:
         raise ValueError(f"{name} cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
+    return library.prepare(gemm)
 
 
 def as_told(compute: Callable[[BlockwiseGemm], torch.Tensor]) -> Callable[[BlockwiseGemm], Compute]:
-    """`Implementation.prepare` of what decides nothing beforehand."""
+    """An implementation that decides nothing beforehand."""
 
     def prepare(gemm: BlockwiseGemm) -> Compute:
         how: Any = {"granularity_a": gemm.granularity_a, "granularity_b": gemm.granularity_b, "out_dtype": gemm.out_dtype}
@@ -123,14 +110,15 @@ def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
     return reference.scaled_mm_blockwise(**vars(gemm))
 
 
-DECISIONS: Decisions[Compute] = Decisions()
+DECISIONS: dict[Hashable, Compute] = {}
 
 #: The libraries that "auto" takes after a trial, in this order.
 LIBRARIES = {"deep_gemm": deep_gemm, "cublaslt": cublaslt}
-#: By name; more are added by files that know what this room does not.
-IMPLEMENTATIONS = {
-    "triton": Implementation(_by_triton, _require_triton),
-    "deep_gemm": Implementation(deep_gemm.prepare, functools.partial(_require, "DeepGEMM", deep_gemm)),
-    "cublaslt": Implementation(cublaslt.prepare, functools.partial(_require, "cuBLASLt", cublaslt)),
-    "reference": Implementation(as_told(_by_reference)),
+IMPLEMENTATIONS: dict[str, Callable[[BlockwiseGemm], Compute]] = {
+    "triton": _by_triton,
+    "deep_gemm": functools.partial(_by_library, "DeepGEMM", deep_gemm),
+    "cublaslt": functools.partial(_by_library, "cuBLASLt", cublaslt),
+    "reference": as_told(_by_reference),
 }
+"""Name -> a function from a GEMM to what computes those that differ from it in their values alone; raises for a GEMM that it
+cannot compute. More are added by files that know what this room does not."""

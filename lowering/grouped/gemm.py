@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ import torch
 from lowering.grouped import cutlass, deep_gemm, reference
 from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import refusal
-from lowering.trials import Decisions, layout_of, trusted
+from lowering.trials import keep, layout_of, trusted
 
 #: The libraries that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
 Compute = Callable[..., torch.Tensor]  # a, b, their scales, the ends of groups and the bias -> the product.
 
-DECISIONS: Decisions[tuple[str, Compute]] = Decisions()  # NOTE [one decision] in `blockwise/gemm.py`: who computes, and how.
+DECISIONS: dict[Hashable, tuple[str, Compute]] = {}  # NOTE [one decision] in `blockwise/gemm.py`: who computes, and how.
 
 
 def scaled_grouped_mm(
@@ -33,10 +33,10 @@ def scaled_grouped_mm(
     if not a.is_cuda:
         return reference.scaled_grouped_mm(*operands, **options)
     key = (a.device, *(None if x is None else layout_of(x) for x in operands), *options.items())
-    made = DECISIONS.kept(key)
+    made = DECISIONS.get(key)
     if made is None:
         made = decided(GroupedGemm(*operands, **options))
-        DECISIONS.keep(key, made, a)
+        keep(DECISIONS, key, made, a)
     name, compute = made
     if name == "deep_gemm" and deep_gemm.alignment_refusal() is not None:  # which users may change
         given = GroupedGemm(*operands, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lowering.copies import num_blocks
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
 from lowering.products import Product
-from lowering.trials import Decisions, ProductKind, Trial, fault_of_sizes, layout_of
+from lowering.trials import ProductKind, Trial, fault_of_sizes, keep, layout_of
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class WrongGemmError(NotImplementedError):
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 #: NOTE [one decision] in `lowering/blockwise/gemm.py`.
-DECISIONS: Decisions[Compute] = Decisions()
+DECISIONS: dict[Hashable, Compute] = {}
 
 
 def scaled_mm_mxfp8(
@@ -76,10 +76,10 @@ def scaled_mm_mxfp8(
 ) -> Tensor:
     """See `reference.scaled_mm_mxfp8`."""
     key = *map(layout_of, (a, b, scale_a, scale_b)), a.device, None if bias is None else layout_of(bias), out_dtype
-    compute = DECISIONS.kept(key)
+    compute = DECISIONS.get(key)
     if compute is None:
         compute = decided(Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))
-        DECISIONS.keep(key, compute, a)
+        keep(DECISIONS, key, compute, a)
     return compute(a, b, scale_a, scale_b, bias)
 
 

@@ -17,7 +17,7 @@ from lowering.mxfp8 import gemm as mx_gemm
 from lowering.mxfp8 import reference as mx
 from lowering.rowwise import reference as rows
 from lowering.tensorwise import reference as tensors
-from lowering.trials import Decisions, Trial
+from lowering.trials import Trial
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.test_deep_gemm import install
 from tests.lowering.test_rowwise import cpu_gemm_takes_rows
@@ -81,7 +81,7 @@ def decided(monkeypatch):
     found = []
     decide = gemm.decided
     monkeypatch.setattr(gemm, "decided", lambda *args: found.append(args) or decide(*args))
-    monkeypatch.setattr(gemm, "DECISIONS", Decisions())
+    monkeypatch.setattr(gemm, "DECISIONS", {})
     return found
 
 
@@ -188,7 +188,7 @@ def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
     module, name, kept, decide, specification, arguments, options = KINDS[kind]
     found, decided = [], getattr(module, decide)
     monkeypatch.setattr(module, decide, lambda product: found.append(product) or decided(product))
-    monkeypatch.setattr(module, kept, Decisions())
+    monkeypatch.setattr(module, kept, {})
 
     def right(given):
         out, wanted = getattr(module, name)(**given), specification(**given)
@@ -230,7 +230,7 @@ def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(grouped_gemm, "decided", decided)
-    monkeypatch.setattr(grouped_gemm, "DECISIONS", Decisions())
+    monkeypatch.setattr(grouped_gemm, "DECISIONS", {})
 
     def operands(rows=16, k=K):
         ends, scales = torch.tensor([4, 16], dtype=torch.int32), (torch.rand(()), torch.rand(2))

@@ -62,7 +62,7 @@ def refused():
 def test_what_it_does_not_have_is_refused(given, reason, library):
     assert reason in deep_gemm.refusal(given)
     with pytest.raises(ValueError, match=r"DeepGEMM cannot compute this blockwise GEMM.*use implementation='triton'"):
-        gemm.implementation_of(given, "deep_gemm")
+        gemm.prepared(given, "deep_gemm")
 
 
 def test_without_the_package_or_the_device_it_is_refused(monkeypatch):

@@ -12,7 +12,6 @@ from lowering import hardware
 from lowering import scaling as blocks
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
-from lowering.trials import Decisions
 from tests.lowering.deep_gemm_stand_in import require_trial
 from tests.support.cases import each
 from tests.tolerances import SCALED_MM
@@ -24,7 +23,7 @@ RAGGED = [(1, 1), (5, 33), (100, 150), (129, 257), (0, 7), (4, 0)]
 
 @pytest.fixture(autouse=True)
 def _decisions_of_its_own(monkeypatch):
-    monkeypatch.setattr(gemm, "DECISIONS", Decisions())
+    monkeypatch.setattr(gemm, "DECISIONS", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -227,8 +226,8 @@ def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
 
     asked = []
     monkeypatch.setattr(blockwise_by_mxfp8, "scaled_mm_mxfp8", wrong)
-    instead = blockwise_by_mxfp8.Implementation(lambda given: lambda a, *others: asked.append(given) or a)
-    monkeypatch.setitem(blockwise_by_mxfp8.IMPLEMENTATIONS, "triton", instead)
+    instead = {"triton": lambda given: lambda a, *others: asked.append(given) or a}
+    monkeypatch.setattr(blockwise_by_mxfp8, "IMPLEMENTATIONS", instead)
     a, scale = ops.cast_blockwise([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
     names = {"granularity_a": "block_1x128", "granularity_b": "block_1x128"}
     given = BlockwiseGemm(a, a.t(), scale, scale, None, **names)

@@ -11,7 +11,6 @@ from lowering import hardware
 from lowering.copies import CastOptions
 from lowering.formats import E4M3, E5M2
 from lowering.rowwise import reference
-from lowering.trials import Decisions
 from tests.lowering.test_blockwise import same_bits, wide_range
 from tests.lowering.test_gemm import DTYPES as FLOATS
 from tests.lowering.test_gemm import SHAPES, expected_product
@@ -136,7 +135,7 @@ def provided(arguments, capability, cuda=(12, 9), version=(2, 13), **options):
         mock.patch.object(torch, "_scaled_mm", strict),
         mock.patch.object(hardware, "cuda_capability", return_value=capability),
         mock.patch.object(hardware, "platform_of", return_value=hardware.Platform(capability, cuda, version)),
-        mock.patch.object(gemm, "OF_ROWS", Decisions()),
+        mock.patch.object(gemm, "OF_ROWS", {}),
         mock.patch.object(gemm, "rows_refusal", lambda g, _, fast: hardware.rows_refusal(g, torch.device("cuda", 0), fast)),
     ):
         return gemm.scaled_mm_rowwise(*arguments, **options), scales
