@@ -22,7 +22,7 @@ from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Epilogue, Launch, Options, Plan, Rewritten
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized, transposed_data
+from fp8pass.schemes.copies import Cast, Copy, FromInput, FromValue, Quantized, transposed_data
 from fp8pass.schemes.emitter import FIRST_STEP, Emitter, StateNodes, zero
 from fp8pass.schemes.scheme import Scheme
 from lowering.formats import pad_to_alignment
@@ -136,18 +136,18 @@ class _Rewriter:
             if source.amax is not None and first.is_first:
                 cursor = self.start.at(first.at.node, first.at.is_backward)
                 self._emitter(first.copies[0]).record(cursor, first, source.amax)
-        elif isinstance(source, FromCopy) and first.copies[0] in self.plan.kept:
-            made = [(self._turned(first, source.copy),)]
+        elif isinstance(source, Copy) and first.copies[0] in self.plan.kept:
+            made = [(self._turned(first, source),)]
         else:
-            if isinstance(source, FromCopy):
-                self._copy(source.copy)
+            if isinstance(source, Copy):
+                self._copy(source)
             cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
             for cast in launch:
                 self._hoist(self.applied.now(cast.tensor.value.root), first.at.node)
             emitter = self._emitter(first.copies[0])
             reads = [self._read(cast, cursor) for cast in launch]
-            if isinstance(source, FromCopy) and first.tensor.value.groups is None:
-                made = [emitter.transposed(cursor, first, self._copy(source.copy))]
+            if isinstance(source, Copy) and first.tensor.value.groups is None:
+                made = [emitter.transposed(cursor, first, self._copy(source))]
             else:
                 if first.tensor in self.plan.fused:
                     emitter.share(cursor, [cast.tensor for cast in launch], reads)
@@ -176,8 +176,8 @@ class _Rewriter:
 
     def _read(self, cast: Cast, cursor: Cursor) -> fx.Node:
         """The node that a cast reads, in the dtype and with the rows that the plan says."""
-        if isinstance(cast.source, FromCopy):
-            return self.applied.copies[cast.source.copy].data
+        if isinstance(cast.source, Copy):
+            return self.applied.copies[cast.source].data
         groups, matrix = cast.tensor.value.groups, self._matrix(cast, cursor)
         if groups is not None and isinstance(cast.source, FromValue) and cast.source.masked:
             matrix = self._masked(cursor, cast, groups, matrix)

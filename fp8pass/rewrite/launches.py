@@ -18,13 +18,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
+from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite, is_attention, operation_of
 from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, holds_tensor, row_gather, size_hint, value_of
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, Layout, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromValue, Layout, QuantizedTensor
 from lowering.formats import E4M3
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
@@ -36,7 +37,7 @@ _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
     """The plan with every cast that its GEMMs need, a launch each or with those whose scale it shares, and with epilogues."""
-    gathers = {t: FromGather(g.gather) for g in plan.gathers if g.reason is None for t in g.tensors}
+    gathers = {t: g.gather for g in plan.gathers if g.reason is None for t in g.tensors}
     in_forward = {c for d in plan.rewritten if not d.site.is_backward for c in d.copies}
     made: set[Copy] = set()
     launches: list[Launch] = []
@@ -61,9 +62,9 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 if rows not in made:
                     launches.append((Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first),))
                     made.add(rows)
-                kept = FromCopy(rows)  # saved is the input alone, which FSDP2 frees meanwhile
+                kept = rows  # saved is the input alone, which FSDP2 frees meanwhile
             if kept is not None:
-                is_moved = isinstance(kept, FromCopy)
+                is_moved = isinstance(kept, Copy)
                 pair = (is_first and not is_moved, is_moved and is_late)
                 launches.append((Cast((copy,), (layouts[copy],), decision.site, kept, reads, *pair),))
                 made.add(copy)
@@ -109,7 +110,7 @@ def _casts_of_rows(
         is_late = is_moved and bool(known) and site.is_backward
         is_new = is_first and not found
         rows = dataclasses.replace(copy, columnwise=False)
-        source = FromCopy(rows) if is_moved else FromValue(masked=has_one_scale and is_new)
+        source = rows if is_moved else FromValue(masked=has_one_scale and is_new)
         dtype = read_dtype(copy, site)
         found.append(Cast((copy,), (layouts[copy],), site, source, dtype, is_new, is_pinned or is_late))
     return found
@@ -128,10 +129,10 @@ def plan_launches(plan: Plan) -> Plan:
     return dataclasses.replace(plan, launches=tuple(parts))
 
 
-def is_gathered_twice(tensor: QuantizedTensor, source: FromGather | None) -> bool:
+def is_gathered_twice(tensor: QuantizedTensor, source: Gather | None) -> bool:
     """Tell whether backward gathers a tensor again: then the gather of each side brings what that side reads."""
     has_one = scheme_of(tensor.quantization).has_one_copy(tensor.quantization)
-    return source is not None and not has_one and is_recomputed(source.gather.collective)
+    return source is not None and not has_one and is_recomputed(source.collective)
 
 
 def in_graph_order(graph: fx.Graph, decisions: list[Rewritten]) -> list[Rewritten]:

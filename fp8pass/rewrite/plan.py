@@ -35,7 +35,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.rules import Rules
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, Layout, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromInput, Layout, QuantizedTensor
 from fp8pass.weights.cache import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
@@ -139,7 +139,7 @@ class Plan:
     weights: tuple[KeptWeight, ...] = ()  # Every weight whose copies may be kept between calls.
     fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
     """Weight -> those that have one scale together, itself among them, of weights that share one."""
-    kept: Mapping[Copy, FromInput | FromCopy] = dataclasses.field(default_factory=dict)
+    kept: Mapping[Copy, FromInput | Copy] = dataclasses.field(default_factory=dict)
     """Copies that inputs of the graph hold or that are transposed out of one, in backward where only backward reads them."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""

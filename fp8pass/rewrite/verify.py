@@ -45,7 +45,7 @@ from fp8pass.rewrite.meaning import (
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
 from fp8pass.rewrite.simplify import Scatter
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
 from lowering import hardware
 from lowering.formats import Granularity
@@ -147,8 +147,8 @@ class _PlannedTerms:
     def value(self, cast: Cast, masked: bool) -> Term:
         """The term that a cast reads: the shard, or the value in the planned dtype, with zeros in rows of no group if
         `masked`."""
-        if isinstance(cast.source, FromGather):
-            return value(cast.source.gather.source)
+        if isinstance(cast.source, Gather):
+            return value(cast.source.source)
         root, groups = self.applied.now(cast.tensor.value.root), cast.tensor.value.groups
         found = value(root) if value_of(root).dtype == cast.reads else value(root).moved(("to", cast.reads))
         if groups is None or not masked:
@@ -180,8 +180,8 @@ class _PlannedTerms:
         tensor, options = cast.tensor, _options(cast.tensor)
         if tensor in self.plan.fused:
             amax = Term("largest", tuple(map(self.amax, self.plan.fused[tensor])))
-        elif isinstance(cast.source, FromGather):
-            amax = Term("amax", (self.value(cast, False), "max", cast.source.gather.group))
+        elif isinstance(cast.source, Gather):
+            amax = Term("amax", (self.value(cast, False), "max", cast.source.group))
         else:
             amax = self.amax(tensor)
         if not tensor.quantization.has_state:
@@ -198,13 +198,13 @@ class _PlannedTerms:
         if isinstance(source, FromInput):
             (_, data), (_, scale_inv), *_ = self.given(wanted, source)
             return data, scale_inv
-        if isinstance(source, FromCopy):
-            data, scale_inv = self.copy(source.copy)
+        if isinstance(source, Copy):
+            data, scale_inv = self.copy(source)
             if columns is not None:  # of the rows as they were before slots took them
                 return Term(data.name, data.args, (columns,)), scale_inv
             has_blocks = wanted.quantization.block is not None
             return data.moved(TRANSPOSE, STORED), scale_inv.moved(*[TRANSPOSE, STORED] * has_blocks)
-        maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, FromGather)
+        maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, Gather)
         has_one = quantization.has_one_scale
         x = self.value(cast, masked=isinstance(source, FromValue) and source.masked)
         options = _how(maker.target, _options(cast.tensor, compact=gather))
@@ -213,13 +213,13 @@ class _PlannedTerms:
         columnwise = wanted.columnwise and not is_moved
         if has_one:
             scale = self.scale(cast)
-        elif isinstance(source, FromGather) and quantization.granularity is Granularity.ROW_WISE and columnwise:
-            scale = own_scale(maker, x, options, columnwise, Term("amaxes of columns", (x, "max", source.gather.group)))
+        elif isinstance(source, Gather) and quantization.granularity is Granularity.ROW_WISE and columnwise:
+            scale = own_scale(maker, x, options, columnwise, Term("amaxes of columns", (x, "max", source.group)))
         else:
             scale = own_scale(maker, x, options, columnwise)
         data, scale_inv = copy(maker, x, options, columnwise, scale), inverse(scale)
-        if isinstance(source, FromGather):
-            of_data, of_scales = self._travels(wanted, source.gather, has_one)
+        if isinstance(source, Gather):
+            of_data, of_scales = self._travels(wanted, source, has_one)
         else:
             rows = [] if groups is None or groups.index is None else [("rows", value(groups.index))]
             of_data = of_scales = rows if columns is None or not wanted.columnwise else [columns]
@@ -383,7 +383,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             continue
         found = {applied.copies[wanted].maker: None for wanted in copies}
         makers.update(found)
-        if isinstance(first.source, FromGather):
+        if isinstance(first.source, Gather):
             for wanted, layout in zip(first.copies, first.layouts, strict=True):
                 check_arguments(applied.copies[wanted].maker, pad_rows=False, pad_cols=False)
                 check_arguments(maker_of(applied.copies[wanted].data)[0], pad_outer=layout.pads_outer)

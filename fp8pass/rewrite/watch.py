@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor, pin
+from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite, kind_of, operands_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import argument, value_of
 from fp8pass.inputs import STATISTICS, CapacityExceeded, Measured, MonitorRow
 from fp8pass.recipes import Recipe
-from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
+from fp8pass.schemes.copies import Cast, Copy, FromInput, Quantized
 from fp8pass.schemes.emitter import Emitter
 from lowering.formats import FORMAT_NAMES, Granularity, fp8_max
 
@@ -52,7 +53,7 @@ class StatisticsInserter:
         here, together = cursor.at(cursor.before, cursor.backward), dict[Hashable, fx.Node]()
         for cast, read, copies in zip(casts, reads, made, strict=True):
             pair = emitter.pair_of(cast.tensor)
-            if isinstance(cast.source, (FromCopy, FromInput)) or (pair is not None and not cast.is_first):
+            if isinstance(cast.source, (Copy, FromInput)) or (pair is not None and not cast.is_first):
                 continue  # values that are measured where they are made
             for quantized in copies[:1] if pair is not None else copies:
                 # The copies of groups may have a cast each, and the value is in memory.
@@ -70,7 +71,7 @@ class StatisticsInserter:
     ) -> None:
         """known: operations that measure a copy of a value, to which the other one is added: one read serves both."""
         copy, quantization, groups = made.copy, made.copy.quantization, cast.tensor.value.groups
-        matrix = cast.source.gather.shard_as_matrix(cursor) if isinstance(cast.source, FromGather) else read
+        matrix = cast.source.shard_as_matrix(cursor) if isinstance(cast.source, Gather) else read
         scale, scale_inv = (None, None) if pair is None else pair
         offs, index = (None, None) if groups is None else (groups.offs, groups.index)
         granularity = quantization.granularity if pair is None else Granularity.TENSOR_WISE
@@ -78,7 +79,7 @@ class StatisticsInserter:
         options = {"granularity": granularity.value, **how}
         side = "columnwise" if copy.columnwise and pair is None else "rowwise"
         key = (matrix, copy.dtype, offs, index, cursor.backward, *options.values())
-        has_lines = quantization.granularity is Granularity.ROW_WISE and not isinstance(cast.source, FromGather)
+        has_lines = quantization.granularity is Granularity.ROW_WISE and not isinstance(cast.source, Gather)
         factors = {side: made.scale_inv if has_lines else None}
         earlier = known.get(key) if pair is None else None
         if earlier is not None:

@@ -26,7 +26,7 @@ from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import ROWWISE, Copy, FromCopy, FromInput, QuantizedTensor
+from fp8pass.schemes.copies import ROWWISE, Copy, FromInput, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 
@@ -170,12 +170,12 @@ def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) 
     if missing and options.may_ask:
         raise InputsMissing(tuple(given for needed in wanted.values() for given in needed))
     there = {t for t, needed in wanted.items() if all(given.key in inputs for given in needed)}
-    sources: dict[Copy, FromInput | FromCopy] = {}
+    sources: dict[Copy, FromInput | Copy] = {}
     for weight in plan.weights:
         if weight.tensor in there and isinstance(weight.kept, WeightTensor):
             held = [c for c in plan.copies[weight.tensor] if c not in weight.turned]
             sources |= _sources(plan, held, weight.kept, inputs)
-            sources |= dict.fromkeys(weight.turned, FromCopy(held[0]))
+            sources |= dict.fromkeys(weight.turned, held[0])
     return dataclasses.replace(plan, kept=sources)
 
 

@@ -94,20 +94,6 @@ class FromValue:
 
 
 @dataclasses.dataclass(frozen=True)
-class FromGather:
-    """This rank's shard: FP8 copies of it travel through the all-gather instead of the value."""
-
-    gather: Gather
-
-
-@dataclasses.dataclass(frozen=True)
-class FromCopy:
-    """The bytes of another copy of the tensor, moved; the value is not read."""
-
-    copy: Copy
-
-
-@dataclasses.dataclass(frozen=True)
 class FromInput:
     """Inputs of the graph, which hold the copy already: nothing is cast."""
 
@@ -116,7 +102,9 @@ class FromInput:
     amax: fx.Node | None = None  # The amax of the tensor, for a graph that records it.
 
 
-Source = FromValue | FromGather | FromCopy | FromInput
+Source = FromValue | Gather | Copy | FromInput
+"""Of a gather this rank's shard is read: FP8 copies of it travel through the all-gather instead of the value. Of another copy
+of the tensor the bytes are moved; the value is not read."""
 
 
 @dataclasses.dataclass(frozen=True)

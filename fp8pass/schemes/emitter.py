@@ -27,7 +27,7 @@ from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes.blocks import BlockScheme
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, Layout, Quantized, QuantizedTensor, as_operand, insert_cast
+from fp8pass.schemes.copies import Cast, Copy, Layout, Quantized, QuantizedTensor, as_operand, insert_cast
 from fp8pass.schemes.scheme import Scheme, scaling
 from lowering.formats import pad_to_alignment
 
@@ -112,13 +112,13 @@ class Emitter:
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
         """Make the copies of casts, all in one launch: those of each, rowwise first. Several casts have equal `launch_key`s and
-        read matrices; a single one may have any source but `FromInput`. reads: the matrices or batches. For `FromGather` the
-        gathered tensor as the GEMMs read it: the moves that lead to it from the gather are repeated on the copies. For
-        `FromCopy` the data of that copy."""
+        read matrices; a single one may have any source but `FromInput`. reads: the matrices or batches. For a `Gather` the
+        gathered tensor as the GEMMs read it: the moves that lead to it from the gather are repeated on the copies. For a
+        `Copy` its data."""
         cast, read = casts[0], reads[0]
-        if isinstance(cast.source, FromGather):
+        if isinstance(cast.source, Gather):
             shard = self.scheme.shard if self.scheme.computes_scales else self._shard
-            return [shard(cursor, cast, cast.source.gather, read)]
+            return [shard(cursor, cast, cast.source, read)]
         if (groups := cast.tensor.value.groups) is not None:
             return [
                 self._both_of_rows(cursor, cast, read, groups)
@@ -171,7 +171,7 @@ class Emitter:
     def _rows(self, cursor: Cursor, cast: Cast, read: fx.Node, groups: Groups) -> Quantized:
         """The copy of a matrix whose rows are in groups."""
         tensor, (copy,), (layout,), scheme = cast.tensor, cast.copies, cast.layouts, self.scheme
-        if isinstance(cast.source, FromCopy):
+        if isinstance(cast.source, Copy):
             moved = _moved_columns(cursor, self._rows_of[tensor], groups)
             return Quantized(moved, self.scales[tensor][1], copy, moved)
         if layout.columnwise and not scheme.has_one_scale:
