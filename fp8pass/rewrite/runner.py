@@ -286,12 +286,12 @@ def save_activations(
     before = arguments(forward), arguments(backward)
     plan = plan_saved(forward, backward, num_outputs, rules, context)
     records = saved_records(plan)
-    applied = apply_saved(forward, backward, plan)
-    if applied.copies:
-        verify_saved(forward, backward, applied, before)
+    copies, computed = apply_saved(forward, backward, plan)
+    if copies:
+        verify_saved(forward, backward, copies, computed, before)
         forward.eliminate_dead_code()
     rows = [] if statistics is None else measure_saved(forward, plan, statistics, len(made.watched))
-    log.info("saved %s of %s values in FP8", len(applied.copies), len(plan))
+    log.info("saved %s of %s values in FP8", len(copies), len(plan))
     return dataclasses.replace(made, saved=records, watched=(*made.watched, *rows))
 
 

@@ -20,9 +20,10 @@ not saved: the backward computes them again from the copies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,7 @@ from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, r
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rewrite.meaning import CASTS
-from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopies, SharedCopy
+from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, copy_of, shared_copies
 from fp8pass.rules import SAVED, Rules
 from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import has_fp8_tensor_cores, short
@@ -139,19 +140,22 @@ def plan_saved(
         if position >= num_outputs and _is_tensor(node) and _storage(node) in groups and node.name in placeholders:
             groups[_storage(node)].append((position, node))
     largest = max((size_hint(value_of(node).numel()) for node, _ in held), default=0)
-    readers = _Readers(backward, may_multiply or not rules.default.has_gemms)
-    copies = SharedCopies(forward, backward, context)
+    gradients = depends_on(backward, {node for node in backward.find_nodes(op="placeholder") if is_tangent(node)})
+    may_multiply = may_multiply or not rules.default.has_gemms
+    of_readers = functools.partial(_obstacle_of_readers, gradients=gradients, may_multiply=may_multiply)
+    copies = shared_copies(forward, backward, context)
     kept: list[Any] = list(results)
     weights = made_only_of(forward, {n for n, given in context.given(forward).items() if given.is_parameter})
     found: list[SavedValue] = []
     for (holder, size), members in zip(held, groups.values(), strict=True):
         decided = []
         for _, node in members:
-            reason = _own_obstacle(node, placeholders[node.name], largest, weights)
-            decided.append(_decide(node, placeholders[node.name], reason, readers, rules, context))
+            read = placeholders[node.name]
+            reason = _own_obstacle(node, read, largest, weights)
+            decided.append(_decide(node, read, reason, of_readers, rules, context))
         reasons = [reason for *_, reason in decided if reason is not None]
         orders = [_order(value_of(node)) for _, node in members]
-        shared = [copies.of(node, order) for (_, node), order in zip(members, orders, strict=True)]
+        shared = [copy_of(copies, node, order) for (_, node), order in zip(members, orders, strict=True)]
         after: list[Any] = []
         for (_, node), order, copy in zip(members, orders, shared, strict=True):
             after.append(_bytes(value_of(node), order) if copy is None else copy.bytes_added(kept))
@@ -268,10 +272,15 @@ def _storage(node: Any) -> StorageWeakRef:
 
 
 def _decide(
-    node: fx.Node, read: fx.Node, reason: Reason | None, readers: _Readers, rules: Rules, context: GraphContext
+    node: fx.Node,
+    read: fx.Node,
+    reason: Reason | None,
+    of_readers: Callable[[fx.Node], Reason | None],
+    rules: Rules,
+    context: GraphContext,
 ) -> tuple[str, Recipe | None, Quantization | None, Reason | None]:
     """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's input.
-    reason: that of the value itself."""
+    reason: that of the value itself. of_readers: finds that of what reads an input."""
     path = maker_path(node)
     module = "matmul" if path is None else context.name_module(path)
     rule = rules.find(module, SAVED)
@@ -280,7 +289,7 @@ def _decide(
         assert rule is not None
         reason = Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision")
     if reason is None and (rule is None or rule.role != SAVED):
-        reason = readers.obstacle(read)
+        reason = of_readers(read)
     if reason is not None or recipe is None:
         return module, recipe, None, reason
     return module, recipe, checked(recipe.saved(), type(recipe).__name__), None
@@ -348,48 +357,40 @@ def _bytes(value: Any, order: Sequence[int]) -> Any:
     return value.numel() + 4 * lines * ((last + BLOCK - 1) // BLOCK)
 
 
-class _Readers:
-    """Follows the inputs of a backward graph to what reads them: NOTE [who may read a rounded value]."""
-
-    def __init__(self, backward: fx.Graph, may_multiply: bool):
-        """may_multiply: GEMMs in high precision may read what is computed again of rounded values."""
-        self.may_multiply = may_multiply
-        tangents = {node for node in backward.find_nodes(op="placeholder") if is_tangent(node)}
-        self.gradients = depends_on(backward, tangents)
-
-    def obstacle(self, saved: fx.Node) -> Reason | None:
-        """The reader because of which a value is saved as it is."""
-        seen: set[fx.Node] = set()
-        pending = [(saved, True)]
-        while pending:
-            node, is_same = pending.pop()
-            for user in node.users:
-                if user in seen:
-                    continue
-                seen.add(user)
-                name = _name(user)
-                if user.op == "output":
-                    return Reason(ReasonKind.READERS, "it is a result of the backward itself")
-                if name in _SENSITIVE_NAMES and not _is_gaussian(user):
-                    return Reason(ReasonKind.SENSITIVE, f"{name} reads it, which makes factors of its errors")
-                if is_attention(user):
-                    return Reason(ReasonKind.READERS, "attention reads it")
-                is_ours = NAMESPACE.find(user.target) is not None
-                if user.target in _MOVES:
-                    stays_same = is_same
-                elif is_ours and (user in self.gradients or not is_scaled_gemm(user)):  # casts, and GEMMs that read copies
-                    stays_same = False
-                elif _is_pointwise(user) or name in _NORM_NAMES:
-                    stays_same = is_same and user.target in _CONVERSIONS
-                elif user not in self.gradients:
-                    return Reason(ReasonKind.READERS, f"{name} of the forward runs again in the backward")
-                elif is_same or not (self.may_multiply and is_matmul(user)):
-                    return Reason(ReasonKind.READERS, f"{name} reads it in high precision")
-                else:
-                    continue
-                if user not in self.gradients:
-                    pending.append((user, stays_same))
-        return None
+def _obstacle_of_readers(saved: fx.Node, gradients: Set[fx.Node], may_multiply: bool) -> Reason | None:
+    """The reader in a backward graph because of which a value is saved as it is: NOTE [who may read a rounded value].
+    gradients: what depends on a tangent. may_multiply: that of `plan_saved`."""
+    seen: set[fx.Node] = set()
+    pending = [(saved, True)]
+    while pending:
+        node, is_same = pending.pop()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            name = _name(user)
+            if user.op == "output":
+                return Reason(ReasonKind.READERS, "it is a result of the backward itself")
+            if name in _SENSITIVE_NAMES and not _is_gaussian(user):
+                return Reason(ReasonKind.SENSITIVE, f"{name} reads it, which makes factors of its errors")
+            if is_attention(user):
+                return Reason(ReasonKind.READERS, "attention reads it")
+            is_ours = NAMESPACE.find(user.target) is not None
+            if user.target in _MOVES:
+                stays_same = is_same
+            elif is_ours and (user in gradients or not is_scaled_gemm(user)):  # casts, and GEMMs that read copies
+                stays_same = False
+            elif _is_pointwise(user) or name in _NORM_NAMES:
+                stays_same = is_same and user.target in _CONVERSIONS
+            elif user not in gradients:
+                return Reason(ReasonKind.READERS, f"{name} of the forward runs again in the backward")
+            elif is_same or not (may_multiply and is_matmul(user)):
+                return Reason(ReasonKind.READERS, f"{name} reads it in high precision")
+            else:
+                continue
+            if user not in gradients:
+                pending.append((user, stays_same))
+    return None
 
 
 def _is_gaussian(node: fx.Node) -> bool:
@@ -434,16 +435,11 @@ class AppliedSaved:
     may be saved anyway."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AppliedPlan:
-    """All that a plan changed."""
-
-    copies: dict[SavedValue, AppliedSaved]
-    computed: dict[SavedValue, fx.Node]  # Values that are not saved, each with the node of the backward that it is there.
-
-
-def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> AppliedPlan:
-    """Carry out a plan, in place. Nodes of the forward that nothing reads any more are left."""
+def apply_saved(
+    forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]
+) -> tuple[dict[SavedValue, AppliedSaved], dict[SavedValue, fx.Node]]:
+    """Carry out a plan, in place. Returns the values that became copies, and those that are not saved, each with the node of
+    the backward that it is there. Nodes of the forward that nothing reads any more are left."""
     applied: dict[SavedValue, AppliedSaved] = {}
     readers = {value.read: list(value.read.users) for value in plan}
     for value in plan:
@@ -466,7 +462,7 @@ def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue
     if applied:
         added_results = {value.position: [n for n, _ in made.added] for value, made in applied.items()}
         _replace_results(forward, added_results | {value.position: [] for value in computed})
-    return AppliedPlan(applied, computed)
+    return applied, computed
 
 
 def _compute(backward: fx.Graph, plan: Sequence[SavedValue], loaded: Mapping[fx.Node, fx.Node]) -> dict[SavedValue, fx.Node]:

@@ -4,7 +4,7 @@ copy that the backward has anyway is not saved a second time."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,26 +85,27 @@ def _sizes(shape: Sequence[Any]) -> list[int]:
     return [size if isinstance(size, int) else -1 for size in shape]
 
 
-class SharedCopies:
-    """The copies of a partitioned graph that GEMMs read, by what they are copies of. Invariant: reads only."""
+def shared_copies(forward: fx.Graph, backward: fx.Graph, context: GraphContext) -> dict[Any, SharedCopy]:
+    """The copies of a partitioned graph that GEMMs read, by the `lines_of` what they are copies of: one that the backward
+    reads, or else the forward. Reads only."""
+    found: dict[Any, SharedCopy] = {}
+    for gemm, data, scale_inv, index in operands(forward, backward):
+        copy = _copy(gemm, data, scale_inv, index, context)
+        if copy is not None:
+            found.setdefault(lines_of(copy.matrix, range(2)), copy)
+    return found
 
-    def __init__(self, forward: fx.Graph, backward: fx.Graph, context: GraphContext):
-        self._found: dict[tuple[fx.Node, tuple[int, ...]], SharedCopy] = {}
-        for gemm, data, scale_inv, index in operands(forward, backward):
-            copy = _copy(gemm, data, scale_inv, index, context)
-            if copy is not None:
-                self._found.setdefault(lines_of(copy.matrix, range(2)), copy)
 
-    def of(self, node: fx.Node, order: Sequence[int]) -> SharedCopy | None:
-        """A copy of a node, whose dimensions lie in memory in this order: one that the backward reads, or else the forward."""
-        copy = self._found.get(lines_of(node, order))
-        if copy is None:
-            return None
-        shape = [value_of(node).shape[dim] for dim in order]
-        matrix = value_of(copy.matrix).shape
-        is_clear = same_shape(matrix, shape) or _sizes(shape).count(-1) < 2
-        is_whole = same_shape(matrix, value_of(copy.data).shape[:: -1 if copy.is_by_column else 1])
-        return copy if is_clear and (is_whole or all(isinstance(size, int) for size in matrix)) else None
+def copy_of(copies: Mapping[Any, SharedCopy], node: fx.Node, order: Sequence[int]) -> SharedCopy | None:
+    """One of `shared_copies` of a node, whose dimensions lie in memory in this order."""
+    copy = copies.get(lines_of(node, order))
+    if copy is None:
+        return None
+    shape = [value_of(node).shape[dim] for dim in order]
+    matrix = value_of(copy.matrix).shape
+    is_clear = same_shape(matrix, shape) or _sizes(shape).count(-1) < 2
+    is_whole = same_shape(matrix, value_of(copy.data).shape[:: -1 if copy.is_by_column else 1])
+    return copy if is_clear and (is_whole or all(isinstance(size, int) for size in matrix)) else None
 
 
 def operands(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, int | None]]:

@@ -29,7 +29,7 @@ from fp8pass.rewrite.meaning import (
     permuted,
     value,
 )
-from fp8pass.rewrite.saved import AppliedPlan, AppliedSaved, SavedValue, as_bytes, without_parameters
+from fp8pass.rewrite.saved import AppliedSaved, SavedValue, as_bytes, without_parameters
 from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, operands
 from fp8pass.rewrite.verify import check_arguments, compare, unstored
 from lowering import inductor
@@ -43,11 +43,16 @@ def arguments(graph: fx.Graph) -> Arguments:
     return {node: (node.args, node.kwargs) for node in graph.nodes}
 
 
-def verify_saved(forward: fx.Graph, backward: fx.Graph, applied: AppliedPlan, before: tuple[Arguments, Arguments]) -> None:
+def verify_saved(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    copies: Mapping[SavedValue, AppliedSaved],
+    computed: Mapping[SavedValue, fx.Node],
+    before: tuple[Arguments, Arguments],
+) -> None:
     """Raise InvariantError unless the forward saves each planned value as its E4M3 copy and scales, the backward reads their
-    product in its place, computes planned statistics from such products, and nothing else has changed. before: the arguments of
-    both graphs' nodes."""
-    copies, computed = applied.copies, applied.computed
+    product in its place, computes planned statistics from such products, and nothing else has changed. copies, computed: those
+    of `apply_saved`. before: the arguments of both graphs' nodes."""
     replaced = {saved.read: made.loaded for saved, made in copies.items()} | {saved.read: n for saved, n in computed.items()}
     new = {saved.position: [n for n, _ in made.added] for saved, made in copies.items()}
     new |= {saved.position: [] for saved in computed}

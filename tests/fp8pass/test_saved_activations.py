@@ -700,10 +700,10 @@ def test_no_mutation_of_the_new_nodes_passes_unseen(model, recipe):
     x = torch.randn(2, 64, 64 if model is Gated else 128)
     forward, backward, num_outputs, rules, context = partitioned(model(), x, recipe)
     before = arguments(forward), arguments(backward)
-    applied = apply_saved(forward, backward, plan_saved(forward, backward, num_outputs, rules, context))
-    assert applied.copies
-    assert len(applied.computed) == (3 if model is Normed else 0)
-    verify = functools.partial(verify_saved, forward, backward, applied, before)
+    copies, computed = apply_saved(forward, backward, plan_saved(forward, backward, num_outputs, rules, context))
+    assert copies
+    assert len(computed) == (3 if model is Normed else 0)
+    verify = functools.partial(verify_saved, forward, backward, copies, computed, before)
     verify()
     unseen, count = [], 0
     for graph, known in zip((forward, backward), before, strict=True):
@@ -714,7 +714,7 @@ def test_no_mutation_of_the_new_nodes_passes_unseen(model, recipe):
                 unseen.append(str(mutation))
     assert not unseen
     assert count > (1 if model is Gated else 10)
-    for make, undo in misplaced(forward, applied.copies) if model is Turned else ():
+    for make, undo in misplaced(forward, copies) if model is Turned else ():
         make()
         try:
             with pytest.raises(InvariantError):
