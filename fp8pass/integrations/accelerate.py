@@ -12,7 +12,7 @@ accelerate's checkpoints hold the state of delayed scaling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
 from typing import Any
 
 import torch
@@ -44,17 +44,9 @@ def keep_state(accelerator: Accelerator, model: torch.nn.Module) -> None:
     load into from its first call on. Raises NotCompiledError for any other model.
     """
     state(model)
-    accelerator.register_for_checkpointing(_State(model))
-
-
-class _State:
-    """The state of a model as accelerate takes it, which calls every rank and writes what rank 0 gives."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return collect_state(self._model)
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        state(self._model).load_state_dict(state_dict)
+    accelerator.register_for_checkpointing(
+        types.SimpleNamespace(
+            state_dict=lambda: collect_state(model),  # accelerate calls it on every rank, and writes what rank 0 gives
+            load_state_dict=lambda saved: state(model).load_state_dict(saved),
+        )
+    )

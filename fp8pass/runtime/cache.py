@@ -30,7 +30,7 @@ from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import Needed
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.runtime.session import CompiledGraph, Summary
+from fp8pass.runtime.session import CompiledGraph
 from fp8pass.runtime.snapshots import summary_of
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,6 @@ def compiled(
         if record is not None and not record.obstacle:
             rewrite, summary, trains = loaded(record.content, graph)
             assert isinstance(rewrite, Rewrite)
-            assert isinstance(summary, Summary)
             graph.rewrite, graph.summary, graph.trains, graph.cache = rewrite, summary, trains, HIT
             return function
         if record is not None:

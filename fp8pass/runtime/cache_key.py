@@ -25,7 +25,7 @@ from fp8pass.graph.origin import source_line
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.runner import left_out
 from fp8pass.runtime.session import CompiledGraph
-from fp8pass.runtime.snapshots import Modes
+from fp8pass.runtime.snapshots import modes_now
 from fp8pass.runtime.words import Uncacheable, words
 from lowering import deep_gemm
 from lowering.hardware import cuda_capability, cuda_version, triton_available
@@ -114,7 +114,7 @@ def request_key(graph: CompiledGraph, options: CompileOptions, examples: Sequenc
     """The key of what a graph asks for when it is compiled. graph: as it is when nothing has been asked for. examples: the
     inputs it is traced with. Raises Uncacheable."""
     inputs = [_example(x) for x in examples]
-    return digest_of([key_of(graph, options, frozenset(), True), inputs, Modes.now()])
+    return digest_of([key_of(graph, options, frozenset(), True), inputs, modes_now()])
 
 
 def _example(x: Any) -> object:

@@ -48,7 +48,7 @@ from fp8pass.runtime.dynamo_graphs import (
 from fp8pass.runtime.eager import next_number
 from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, may_be_checkpointed
 from fp8pass.runtime.session import CompiledGraph, Session
-from fp8pass.runtime.snapshots import Modes
+from fp8pass.runtime.snapshots import Modes, in_modes, modes_now
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.runtime.words import Uncacheable
 from fp8pass.weights.parameters import Seen, places_of
@@ -184,7 +184,7 @@ class Frame:
         extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
         start, about = len(self._traced), (self.device, self.placement, self._surroundings)
         graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
-        graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), Modes.now())
+        graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), modes_now())
         return graph
 
     def _request_key(self, graph: CompiledGraph, options: CompileOptions) -> str | None:
@@ -459,7 +459,7 @@ def _trace_again(frame: Callable[[], Frame | None], graph: Callable[[], Compiled
     """Take the snapshots of a graph as it was compiled in these modes, if its frame is still there."""
     here, its_graph = frame(), graph()
     if here is not None and its_graph is not None:
-        with modes.restored():
+        with in_modes(modes):
             here.trace(its_graph)
     return here is not None
 

@@ -40,12 +40,9 @@ from fp8pass.weights.released import is_used
 PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Facts about the snapshots of a graph."""
-
-    state_inputs: tuple[str, ...]  # The names of the extra inputs that the rewritten graph has.
-    saved: dict[str, int]  # Bytes that the forward saves for the backward, by dtype, the largest first; empty in inference.
+Summary = tuple[tuple[str, ...], dict[str, int]]
+"""(the names of the extra inputs that a rewritten graph has, the bytes that its forward saves for the backward by dtype, the
+largest first; empty in inference)."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -17,32 +16,29 @@ from fp8pass.graph.values import size_hint
 from fp8pass.rewrite.saved import saved_memory
 from fp8pass.runtime.session import CompiledGraph, Summary
 
+Modes = tuple[bool, bool, tuple[tuple[str, torch.dtype], ...]]
+"""Torch's modes that decide what AOTAutograd makes of a graph, besides the graph: gradients, inference mode, and the types of
+devices where autocast is on, each with its dtype."""
 
-@dataclasses.dataclass(frozen=True)
-class Modes:
-    """Torch's modes that decide what AOTAutograd makes of a graph, besides the graph."""
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]  # (type of a device, dtype) where autocast is on.
+def modes_now() -> Modes:
+    """The modes of this thread."""
+    devices = torch._C._autocast_supported_devices()
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
-    @classmethod
-    def now(cls) -> Modes:
-        """The modes of this thread."""
-        devices = torch._C._autocast_supported_devices()
-        autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """These modes in this thread."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            on = dict(self.autocast)
-            for device in {*on, *(d for d, _ in Modes.now().autocast)}:
-                stack.enter_context(torch.autocast(device, on.get(device), device in on))
-            yield
+@contextlib.contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """These modes in this thread."""
+    has_gradients, is_inference, autocast = modes
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(is_inference))
+        stack.enter_context(torch.set_grad_enabled(has_gradients))
+        on = dict(autocast)
+        for device in {*on, *(d for d, _ in modes_now()[2])}:
+            stack.enter_context(torch.autocast(device, on.get(device), device in on))
+        yield
 
 
 def snapshot_of(graph: CompiledGraph, side: Literal["before", "after", "forward", "backward"]) -> Snapshot | None:
@@ -63,7 +59,7 @@ def snapshot_of(graph: CompiledGraph, side: Literal["before", "after", "forward"
 def summary_of(graph: CompiledGraph) -> Summary:
     """The summary of a graph that was traced in this process, or the one that came with it."""
     if graph.summary is None:
-        graph.summary = Summary(_state_inputs(graph), _saved(graph))
+        graph.summary = _state_inputs(graph), _saved(graph)
     return graph.summary
 
 

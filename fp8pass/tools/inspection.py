@@ -123,7 +123,7 @@ class GraphRecord:
     @functools.cached_property
     def state_inputs(self) -> list[str]:
         """Names of the placeholders of the extra inputs in `before` and `after`, such as the state of delayed scaling."""
-        return list(summary_of(self.compiled).state_inputs)
+        return list(summary_of(self.compiled)[0])
 
     @property
     def saved_bytes(self) -> int:
@@ -143,7 +143,7 @@ class GraphRecord:
     @functools.cached_property
     def saved_dtypes(self) -> dict[str, int]:
         """`saved_bytes` by dtype, such as {"float8_e4m3fn": 65536, "bfloat16": 32768}, the largest first."""
-        return dict(summary_of(self.compiled).saved)
+        return dict(summary_of(self.compiled)[1])
 
     def _module(self, side: Literal["before", "after", "forward", "backward"]) -> fx.GraphModule | None:
         snapshot = snapshot_of(self.compiled, side)
