@@ -49,14 +49,9 @@ class HeatMap:
         return math.ceil(12 / self.cell_height)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
-    """A small plot of amaxes over steps: of one tensor, or the range over those of equal layers."""
-
-    name: str
-    line: str
-    band: str
-    caption: list[str]  # Amaxes and scales, and what a monitor has measured.
+Plot = tuple[str, str, str, list[str]]
+"""A small plot of amaxes over steps, of one tensor, or of the range over those of equal layers: its name, line, band, and a
+caption of amaxes, scales, and what a monitor has measured."""
 
 
 def page(inspection: Inspection, state: Fp8State | None, measured: Measurement | None = None) -> str:
@@ -294,7 +289,7 @@ def _plot(
         caption.append(f"SQNR {_range((t.sqnr for t in measured), ' dB')}")
         caption.append(f"underflow {_range((100 * t.underflow for t in measured), ' %')}")
     if not series:
-        return Plot(title, "", "", caption)
+        return title, "", "", caption
     length = max(map(len, series))
     columns = [[s[i - length] for s in series if length - i <= len(s)] for i in range(length)]
     values = [math.log2(v) for column in columns for v in column]
@@ -309,7 +304,8 @@ def _plot(
     if length == 1:
         middle.append("100" + middle[0][1:])
     outline = [at(i, max(c)) for i, c in enumerate(columns)] + [at(i, min(columns[i])) for i in reversed(range(length))]
-    return Plot(title, "M" + "L".join(middle), "M" + "L".join(outline) + "z" if len(series) > 1 else "", caption)
+    band = "M" + "L".join(outline) + "z" if len(series) > 1 else ""
+    return title, "M" + "L".join(middle), band, caption
 
 
 def _thinned(values: Sequence[float]) -> list[float]:

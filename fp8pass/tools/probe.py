@@ -147,7 +147,7 @@ class Probe:
                 graphs = forward.graph, backward.graph
                 plan = plan_saved(*graphs, kwargs["num_fwd_outputs"], self.rules, context, may_multiply=True)
                 made = zip(plan, saved_records(plan), strict=True)
-                graph.saved = {value.read.name: _Rounded(value, record) for value, record in made if record.quantized}
+                graph.saved = {value.read.name: (value, record) for value, record in made if record.quantized}
             return forward, backward
 
         backend = aot_autograd(
@@ -249,34 +249,13 @@ class _GraphCall:
     tangents: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rounded:
-    """A value that is saved for the backward in FP8."""
-
-    value: SavedValue
-    record: SavedRecord
-
-    @property
-    def bytes_taken(self) -> int:
-        """The bytes that this takes away."""
-        return size_hint(self.value.bytes_before) - size_hint(self.value.bytes_after)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The value as the backward reads it."""
-        given, order = self.value.quantization, self.value.order
-        assert given is not None
-        q, scale_inv = ops.save_activation(x.permute(order), **scaling(given))
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return ops.load_activation(q, scale_inv, dtype=x.dtype).permute(back)
-
-
 class _Graph:
     """Runs the graphs of one of Dynamo's. The backward belongs to the latest call that has had none."""
 
     def __init__(self, probe: Probe):
         self.probe = probe
         self.gemms: list[Probed | None] = []
-        self.saved: dict[str, _Rounded] = {}  # The values that are saved in FP8, by the backward's inputs.
+        self.saved: dict[str, tuple[SavedValue, SavedRecord]] = {}  # What is saved in FP8, by the backward's inputs.
         self.inputs: frozenset[str] = frozenset()  # The joint graph's inputs by name, which casts read as they are.
         self.calls: list[_GraphCall] = []
         self.pass_of_calls = -1
@@ -313,7 +292,7 @@ class _Runner(fx.Interpreter):
         number = n.meta.get(TAG)
         result = super().run_node(n)
         if self.is_backward and n.op == "placeholder" and (saved := self.owner.saved.get(n.name)) is not None:
-            return self._saved(saved, result)
+            return self._saved(*saved, result)
         if n.op == "placeholder" and n.name in self.owner.inputs:
             self.inputs[n] = result
         gemm = None if number is None else self.owner.gemms[number]
@@ -331,13 +310,17 @@ class _Runner(fx.Interpreter):
                     self.call.tangents[number, i] = change / probe.step_size
         return self._measured(n, number, gemm, operands, result)
 
-    def _saved(self, saved: _Rounded, x: torch.Tensor) -> torch.Tensor:
-        """A saved value, rounded in the pass that is to."""
+    def _saved(self, value: SavedValue, record: SavedRecord, x: torch.Tensor) -> torch.Tensor:
+        """A value that is saved in FP8, rounded in the pass that is to."""
         probe = self.owner.probe
-        key = self.call.placement.name_module(saved.record.path), SAVED
+        key = self.call.placement.name_module(record.path), SAVED
         if probe.outputs:
-            probe.saved[key] += saved.bytes_taken
-        return saved(x) if probe.toggled == key else x
+            probe.saved[key] += size_hint(value.bytes_before) - size_hint(value.bytes_after)
+        if probe.toggled != key or value.quantization is None:
+            return x
+        q, scale_inv = ops.save_activation(x.permute(value.order), **scaling(value.quantization))
+        back = sorted(range(len(value.order)), key=value.order.__getitem__)
+        return ops.load_activation(q, scale_inv, dtype=x.dtype).permute(back)
 
     def _measured(self, n: fx.Node, number: int, gemm: Probed, operands: Sequence[torch.Tensor], result: Any) -> Any:
         probe = self.owner.probe
@@ -403,7 +386,8 @@ class StepPasses:
         self.probe.saves = saves
         self.compiled = torch.compile(model, backend=self.probe, dynamic=False)
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.start = _Saved(model)
+        self.restore = restorer(model)
+        self.own_gradients = [(p, p.grad) for p in model.parameters()]
         self.gradients: list[torch.Tensor | None] = []
         self.first_gradients: list[torch.Tensor | None] = []  # The gradients in high precision.
         self.learning_rate = 0.0
@@ -412,14 +396,14 @@ class StepPasses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.start.restore()
-        for parameter, gradient in self.start.gradients:
+        self.restore()
+        for parameter, gradient in self.own_gradients:
             parameter.grad = gradient
 
     def run(self, *, backward: bool = True, descend: list[torch.Tensor | None] | None = None, **settings: Any) -> float:
         """The loss of one pass, with gradients in `self.gradients`. descend: gradients that parameters are moved along before,
         by the learning rate."""
-        self.start.restore()
+        self.restore()
         for p in self.trained:
             p.grad = None
         if descend is not None:
@@ -510,28 +494,25 @@ def _norm(tensors: list[torch.Tensor | None] | list[torch.Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
 
 
-class _Saved:
-    """The parts of a model that a pass could change, and the random number generators."""
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that restores what a pass could change of a model, but for gradients, and the random number generators."""
+    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    modes = [(m, m.training) for m in model.modules()]
+    random = torch.get_rng_state()
+    devices = sorted({t.device.index or 0 for t, _ in tensors if t.device.type == "cuda"})
+    random_of_devices = [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-        self.modes = [(m, m.training) for m in model.modules()]
-        self.gradients = [(p, p.grad) for p in model.parameters()]
-        self.devices = sorted({t.device.index or 0 for t, _ in self.tensors if t.device.type == "cuda"})
-        self.random = torch.get_rng_state()
-        self.random_of_devices = [torch.cuda.get_rng_state(d) for d in self.devices]
-
-    def restore(self) -> None:
-        """Restore everything but gradients."""
+    def restore() -> None:
         with torch.no_grad():
-            for tensor, saved in self.tensors:
+            for tensor, saved in tensors:
                 tensor.copy_(saved)
-        for module, mode in self.modes:
+        for module, mode in modes:
             module.training = mode
-        torch.set_rng_state(self.random)
-        for device, found in zip(self.devices, self.random_of_devices, strict=True):
+        torch.set_rng_state(random)
+        for device, found in random_of_devices:
             torch.cuda.set_rng_state(found, device)
+
+    return restore
 
 
 # -- ranks of data-parallel training: each measures its own batch, and all add the numbers of all in the same order

@@ -13,7 +13,7 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.tools.probe import Rounding, StepPasses, _Saved, product_error
+from fp8pass.tools.probe import Rounding, StepPasses, product_error, restorer
 from fp8pass.tools.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.fp8 import rounded
@@ -43,7 +43,7 @@ def step(model):
 
 def effects_of(passes):
     """The ranking of a model as it is now, with the graphs that are there."""
-    passes.start = _Saved(passes.model)
+    passes.restore = restorer(passes.model)
     passes.probe.effects.clear()
     passes.probe.flops.clear()
     return passes.effects(), _ranked(passes.probe)
@@ -107,7 +107,7 @@ def test_measured_effects_are_those_of_the_compiled_model(passes):
     loss, found = effects_of(passes)
     gemm = next(g for g in found if g.role == "output")
     measured = passes.measured((gemm.module, gemm.role), loss, {})
-    passes.start.restore()
+    passes.restore()
     compiled = fp8_compile(passes.model, "current", backend="aot_eager", rules={f"{gemm.module}:output": "current", "*": None})
     assert step(compiled).item() - loss == pytest.approx(measured, rel=0.05, abs=2e-6)
     assert sum(g.quantized for g in inspect(compiled).gemms) == 1
