@@ -24,18 +24,7 @@ from torch import nn
 from fp8pass.api import inspect, state
 from fp8pass.api import monitor as start_monitor
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import (
-    callback_options,
-    check_alike,
-    check_monitor,
-    check_rules,
-    collect_state,
-    describe_rules,
-    keeps_state,
-    sessions_of,
-    show,
-    use_steps,
-)
+from fp8pass.integrations import saved
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.session import Session
 from fp8pass.runtime.wrap import compile_in_place, is_in_place, share_session
@@ -83,8 +72,8 @@ class Fp8Callback(Callback):
         monitor: int | None = None,
         **options: Any,
     ):
-        check_monitor(monitor)
-        self._options = callback_options(recipe, rules, options)
+        saved.check_monitor(monitor)
+        self._options = saved.callback_options(recipe, rules, options)
         self._compiling = {name: options[name] for name in ("dynamic", "fullgraph") if name in options}
         self._module = module
         self._print_table = print_table
@@ -108,7 +97,7 @@ class Fp8Callback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compile the modules."""
         self._begin(trainer, pl_module)
-        use_steps(pl_module, "manual")
+        saved.use_steps(pl_module, "manual")
         if self._every is not None:
             self.monitor = start_monitor(pl_module, self._every, self._numbers.append)
 
@@ -128,7 +117,7 @@ class Fp8Callback(Callback):
         if self._root is not root:
             modules = self._modules_of(root)
             if all(map(is_in_place, modules)):
-                check_alike(root, self._options)
+                saved.check_alike(root, self._options)
             else:
                 session = Session(root, self._options)
                 for module in modules:
@@ -136,7 +125,7 @@ class Fp8Callback(Callback):
                 share_session([root], session)
             self._root = root
         self._load()
-        if trainer.ckpt_path is not None and not self._was_loaded and keeps_state(root):
+        if trainer.ckpt_path is not None and not self._was_loaded and saved.keeps_state(root):
             state(root).forget_weights()
             log.warning(
                 "%s holds no FP8 state: it was saved without this callback, or with save_weights_only. Weights take their"
@@ -156,7 +145,7 @@ class Fp8Callback(Callback):
     def _end(self, trainer: Trainer, root: LightningModule) -> None:
         if self._root is not root or trainer.state.fn != TrainerFn.FITTING:
             return
-        use_steps(root, "auto")
+        saved.use_steps(root, "auto")
         if self.monitor is not None:
             self.monitor.stop()
         if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
@@ -172,20 +161,20 @@ class Fp8Callback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first batch, make sure that compiled modules ran, and print the table of GEMMs."""
-        if not any(session.num_graph_calls for session in sessions_of(pl_module)):
+        if not any(session.num_graph_calls for session in saved.sessions_of(pl_module)):
             raise OptionError(
                 f"training_step called none of the modules that are compiled (module={self._module!r}); pass"
                 f" Fp8Callback(module=...) the path of the module that it calls, '' if it calls self(x)"
             )
         if self._print_table and trainer.is_global_zero:
-            show(str(inspect(pl_module)))
+            saved.show(str(inspect(pl_module)))
         self._print_table = False
 
     def state_dict(self) -> dict[str, Any]:
         """The content of checkpoints. Called by every rank."""
         if self._root is None:
             return self._loaded or {}
-        return {"rules": describe_rules(self._root), "tensors": collect_state(self._root)}
+        return {"rules": saved.describe_rules(self._root), "tensors": saved.collect_state(self._root)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave, at once or when the modules are compiled."""
@@ -196,7 +185,7 @@ class Fp8Callback(Callback):
     def _load(self) -> None:
         if self._root is None or self._loaded is None:
             return
-        check_rules(self._loaded["rules"], self._root, "the checkpoint")
+        saved.check_rules(self._loaded["rules"], self._root, "the checkpoint")
         state(self._root).load_state_dict(self._loaded["tensors"])
         self._loaded = None
 

@@ -36,18 +36,7 @@ from transformers import (
 from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.api import monitor as start_monitor
 from fp8pass.errors import CheckpointMismatchError, OptionError
-from fp8pass.integrations.saved import (
-    callback_options,
-    check_alike,
-    check_monitor,
-    check_rules,
-    collect_state,
-    describe_rules,
-    keeps_state,
-    sessions_of,
-    show,
-    use_steps,
-)
+from fp8pass.integrations import saved
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.named_backend import named_session
 from fp8pass.runtime.wrap import is_called_in_place, is_in_place, session_of
@@ -97,8 +86,8 @@ class Fp8Callback(TrainerCallback):
         monitor: int | None = None,
         **options: Any,
     ):
-        check_monitor(monitor)
-        self._compiling = callback_options(recipe, rules, options)  # refuses what is invalid now, not when training begins
+        saved.check_monitor(monitor)
+        self._compiling = saved.callback_options(recipe, rules, options)  # refuses what is invalid now, not in training
         self._recipe = recipe
         self._rules = rules
         self._options = options
@@ -127,15 +116,15 @@ class Fp8Callback(TrainerCallback):
         """Compile the model and load the FP8 state of the checkpoint that training resumes from."""
         if (obstacle := _obstacle(args)) is not None:
             raise OptionError(obstacle)
-        if model in _early and not sessions_of(model)[0].num_graph_calls:
+        if model in _early and not saved.sessions_of(model)[0].num_graph_calls:
             fp8_uncompile(model)  # and compile it as it is now: accelerate has prepared it
         _early.discard(model)
         if is_in_place(model):
-            check_alike(model, self._compiling)
+            saved.check_alike(model, self._compiling)
         else:
             self._compile(model)
         self._model = model
-        use_steps(model, "manual")
+        saved.use_steps(model, "manual")
         if self.monitor is not None:
             self.monitor.stop()  # of a training that an error ended
         if self._every is not None:
@@ -159,11 +148,11 @@ class Fp8Callback(TrainerCallback):
         model = self._model
         if model is None or not is_in_place(model):
             return
-        use_steps(model, "auto")
+        saved.use_steps(model, "auto")
         if self.monitor is not None:
             self.monitor.stop()
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best is None or not keeps_state(model):
+        if best is None or not saved.keeps_state(model):
             return
         if os.path.isfile(os.path.join(best, FILE)):
             _load(model, best)
@@ -197,7 +186,7 @@ class Fp8Callback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Print the table of GEMMs after the first step."""
         if self._print_table and state.is_world_process_zero:
-            show(str(inspect(self._model)))
+            saved.show(str(inspect(self._model)))
         self._print_table = False
         self._save_just_in_time(args, state, control)
 
@@ -218,10 +207,10 @@ class Fp8Callback(TrainerCallback):
         """Write the FP8 state into the checkpoint folder that the Trainer has just written. Called by every rank."""
         if args.save_only_model:
             return
-        tensors = collect_state(self._model)
+        tensors = saved.collect_state(self._model)
         folder = _checkpoint_folder(args, state)
         if args.should_save and os.path.isdir(folder):
-            metadata = {_RULES: json.dumps(describe_rules(self._model))}
+            metadata = {_RULES: json.dumps(saved.describe_rules(self._model))}
             safetensors.torch.save_file(tensors, os.path.join(folder, FILE), metadata)
 
 
@@ -244,7 +233,7 @@ _early: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def _is_free(model: nn.Module) -> bool:
     """True if a model may be compiled for a Trainer that is being made: it is not compiled, or by one that has not run it."""
-    if model in _early and is_in_place(model) and not sessions_of(model)[0].num_graph_calls:
+    if model in _early and is_in_place(model) and not saved.sessions_of(model)[0].num_graph_calls:
         fp8_uncompile(model)
     return session_of(model) is None and not is_called_in_place(model) and named_session(model) is None
 
@@ -302,5 +291,5 @@ def _load(model: Any, folder: str) -> None:
     with safe_open(path, framework="pt") as file:
         rules = json.loads((file.metadata() or {}).get(_RULES, "{}"))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    check_rules(rules, model, folder)
+    saved.check_rules(rules, model, folder)
     state(model).load_state_dict(tensors)

@@ -18,15 +18,7 @@ from torch import fx
 from fp8pass.cost import Device, Estimate
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.gathers import Gather, is_gathered
-from fp8pass.graph.gemms import (
-    GemmSite,
-    Sharded,
-    addend_of,
-    has_group_bias,
-    is_fast_path,
-    name_tensors,
-    operands_of,
-)
+from fp8pass.graph.gemms import GemmSite, Sharded, addend_of, has_group_bias, is_fast_path, name_tensors, operands_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue, Operand, by_key, same_size, value_of
 from fp8pass.inputs import USUAL, Measured

@@ -39,16 +39,7 @@ from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
 from fp8pass.rewrite.saved import plan_saved, saved_memory
 from fp8pass.rules import Rules
-from fp8pass.runtime.dynamo_graphs import (
-    copied,
-    describe_inputs,
-    find_extra_inputs,
-    real_inputs,
-    surroundings_of,
-    traced_value,
-    with_extra_inputs,
-    without_regions,
-)
+from fp8pass.runtime import dynamo_graphs
 from fp8pass.runtime.session import Session
 from fp8pass.tools.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
@@ -149,7 +140,7 @@ class _Tracer:
         self.refused: dict[str, str] = {}  # Recipes that the device does not run, with the reason.
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        results = [traced_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        results = [dynamo_graphs.traced_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
         outputs = [fake(value, self._mode) if isinstance(value, torch.Tensor) else value for value in results]
         needed = Needed()
         while True:
@@ -160,11 +151,11 @@ class _Tracer:
                 needed = Needed(entries=exceeded.needed)
 
     def _trace(self, gm: fx.GraphModule, examples: list[Any], needed: Needed) -> None:
-        inputs = describe_inputs(gm.graph, self._model)
-        placement = self._sessions[_BASELINE].names.place(inputs, real_inputs(gm.graph))
-        surroundings = surroundings_of(gm, self._model)
-        gm = without_regions(gm)
-        reduced = copied(gm)
+        inputs = dynamo_graphs.describe_inputs(gm.graph, self._model)
+        placement = self._sessions[_BASELINE].names.place(inputs, dynamo_graphs.real_inputs(gm.graph))
+        surroundings = dynamo_graphs.surroundings_of(gm, self._model)
+        gm = dynamo_graphs.without_regions(gm)
+        reduced = dynamo_graphs.copied(gm)
         kept = cut_repeats(reduced.graph)
         # Inputs that only removed layers read are erased.
         placeholders = list(zip(reduced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True))
@@ -178,7 +169,8 @@ class _Tracer:
             name: [e for provider in session.providers for e in provider.inputs(_CPU, needed)] if name != _BASELINE else []
             for name, session in self._sessions.items()
         }
-        module, examples = with_extra_inputs(reduced, examples, [e for given in extra.values() for e in given], _CPU)
+        asked = [e for given in extra.values() for e in given]
+        module, examples = dynamo_graphs.with_extra_inputs(reduced, examples, asked, _CPU)
         context = GraphContext(inputs, placement.name_module, surroundings)
 
         def estimate(traced: fx.GraphModule, given: Any, partition: Mapping[str, Any] | None) -> None:
@@ -216,7 +208,7 @@ class _Tracer:
         rules, joint = given.first_rules, Snapshot.take(traced.graph)
 
         def run(runner: Callable[..., Any], graph: fx.Graph, rules: Any) -> Any:
-            return runner(graph, context, rules, find_extra_inputs(graph, start, extra, input_index), options)
+            return runner(graph, context, rules, dynamo_graphs.find_extra_inputs(graph, start, extra, input_index), options)
 
         gemms, estimates = run(planned, joint.restore(), dataclasses.replace(rules, min_speedup=1.0))
         chosen = _all_layers(gemms, estimates, context, kept)
@@ -381,7 +373,7 @@ def keep_attention_whole(gm: fx.GraphModule) -> None:
         node.target = _one_attention
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
-            own = copied(child)
+            own = dynamo_graphs.copied(child)
             keep_attention_whole(own)
             setattr(gm, name, own)
     gm.recompile()

@@ -16,38 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fp8pass.errors import OptionError
-from fp8pass.inputs import (
-    STATISTICS,
-    BoundInputs,
-    ExtraInput,
-    InputProvider,
-    Measured,
-    MonitorRow,
-    Needed,
-    Placed,
-    Records,
-)
+from fp8pass.inputs import STATISTICS, BoundInputs, ExtraInput, InputProvider, Measured, MonitorRow, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import SAVED
 from fp8pass.runtime.session import Part
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.tools.tables import as_text, make_table
-from lowering.statistics import (
-    AMAX,
-    CALLS,
-    COUNT,
-    ERRORS,
-    HEADROOM,
-    NON_FINITE,
-    QUANTILES,
-    RATIO,
-    SATURATED,
-    SQUARES,
-    UNDERFLOW,
-    WIDTH,
-    empty_statistics,
-    merged_statistics,
-)
+from lowering import statistics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -169,7 +144,7 @@ class Measurement:
             values |= {"staleness": tensor.staleness, "gradient_to_noise": tensor.gradient_to_noise}
             values["headroom"] = tensor.headroom[0]
             if tensor.scaling != "tensor-wise":
-                for i, quantile in enumerate(QUANTILES):
+                for i, quantile in enumerate(statistics.QUANTILES):
                     values[f"headroom_q{round(100 * quantile)}"] = tensor.headroom[i]
                     values[f"block_sqnr_q{round(100 * quantile)}"] = tensor.block_sqnr[i]
             found |= {f"{where}/{name}": float(value) for name, value in values.items() if value is not None}
@@ -226,15 +201,15 @@ def _measurement(step: int, found: Mapping[MonitorRow, torch.Tensor], ages: Mapp
     tensors, gemms, first = [], [], None
     for row, vector in found.items():
         v = vector.tolist()
-        if v[NON_FINITE] and first is None:
-            first = _in_words(row, int(v[NON_FINITE]))
+        if v[statistics.NON_FINITE] and first is None:
+            first = _in_words(row, int(v[statistics.NON_FINITE]))
         shared: dict[str, Any] = {
             "module": row.name.module,
             "role": row.role,
             "recipe": "" if row.recipe is None else row.recipe.name,
-            "num_elements": int(v[COUNT]),
-            "num_non_finite": int(v[NON_FINITE]),
-            "sqnr": _sqnr(v[SQUARES], v[ERRORS]),
+            "num_elements": int(v[statistics.COUNT]),
+            "num_non_finite": int(v[statistics.NON_FINITE]),
+            "sqnr": _sqnr(v[statistics.SQUARES], v[statistics.ERRORS]),
         }
         if row.copy is None:
             gemms.append(GemmNumbers(**shared))
@@ -247,12 +222,12 @@ def _measurement(step: int, found: Mapping[MonitorRow, torch.Tensor], ages: Mapp
                 copy=row.copy,
                 format=row.format,
                 scaling=row.granularity,
-                num_underflow=int(v[UNDERFLOW]),
-                num_saturated=int(v[SATURATED]),
-                mse=v[ERRORS] / max(1, shared["num_elements"] - shared["num_non_finite"]),
-                amax=v[AMAX],
-                headroom=tuple(math.log2(q) if q > 0 else -math.inf for q in _quantiles(v, HEADROOM)),
-                block_sqnr=tuple(10 * math.log10(q) if q > 0 else -math.inf for q in _quantiles(v, RATIO)),
+                num_underflow=int(v[statistics.UNDERFLOW]),
+                num_saturated=int(v[statistics.SATURATED]),
+                mse=v[statistics.ERRORS] / max(1, shared["num_elements"] - shared["num_non_finite"]),
+                amax=v[statistics.AMAX],
+                headroom=tuple(math.log2(q) if q > 0 else -math.inf for q in _quantiles(v, statistics.HEADROOM)),
+                block_sqnr=tuple(10 * math.log10(q) if q > 0 else -math.inf for q in _quantiles(v, statistics.RATIO)),
                 staleness=ages.get(row),
             )
         )
@@ -267,8 +242,8 @@ def _in_words(row: MonitorRow, count: int) -> str:
 
 
 def _quantiles(vector: list[float], first: int) -> list[float]:
-    values = vector[first : first + len(QUANTILES)]
-    return [values[0], *(value / vector[CALLS] for value in values[1:-1]), values[-1]]
+    values = vector[first : first + len(statistics.QUANTILES)]
+    return [values[0], *(value / vector[statistics.CALLS] for value in values[1:-1]), values[-1]]
 
 
 def _sqnr(squares: float, errors: float) -> float:
@@ -452,7 +427,7 @@ def _of_all_ranks(own: dict[MonitorRow, torch.Tensor]) -> dict[MonitorRow, torch
 
 def _merge(into: dict[MonitorRow, torch.Tensor], rows: Iterable[tuple[MonitorRow, torch.Tensor]]) -> None:
     for row, vector in rows:
-        into[row] = merged_statistics(into[row], vector) if row in into else vector
+        into[row] = statistics.merged_statistics(into[row], vector) if row in into else vector
 
 
 def _together(measurements: Sequence[Measurement]) -> Measurement:
@@ -478,7 +453,7 @@ class StatisticsProvider(InputProvider):
     def inputs(self, device: torch.device, needed: Needed) -> list[ExtraInput]:
         """The buffer twice: for the forward and for the backward."""
         rows = _ROWS if needed.entries <= _ROWS else 1 << (needed.entries - 1).bit_length()
-        return [ExtraInput(name, name, (rows, WIDTH), torch.float64) for name in STATISTICS]
+        return [ExtraInput(name, name, (rows, statistics.WIDTH), torch.float64) for name in STATISTICS]
 
     def bind(self, placed: Placed) -> StatisticsBuffer:
         """A buffer for one module instance."""
@@ -518,7 +493,7 @@ class StatisticsBuffer(BoundInputs):
         self._provider = provider
         self._rows = [dataclasses.replace(w, name=placed.name_tensor(w.name)) for w in placed.watched]
         self.is_read = bool(self._rows)
-        self._empty = empty_statistics(placed.inputs[0].shape[0], placed.device)
+        self._empty = statistics.empty_statistics(placed.inputs[0].shape[0], placed.device)
         self._buffer, self._scratch = self._empty.clone(), self._empty.clone()
         self.call: int | None = None  # The last forward since what was written was taken.
 
@@ -536,7 +511,7 @@ class StatisticsBuffer(BoundInputs):
         """The statistics that one side has written."""
         values = self._buffer.cpu()
         rows = [(row, values[i]) for i, row in enumerate(self._rows) if row.is_backward == is_backward]
-        return [(row, vector.clone()) for row, vector in rows if vector[CALLS] > 0]
+        return [(row, vector.clone()) for row, vector in rows if vector[statistics.CALLS] > 0]
 
     def clear(self) -> None:
         """Forget what was written."""
