@@ -103,8 +103,8 @@ class FromInput:
 
 
 Source = FromValue | Gather | Copy | FromInput
-"""Of a gather this rank's shard is read: FP8 copies of it travel through the all-gather instead of the value. Of another copy
-of the tensor the bytes are moved; the value is not read."""
+"""From a gather this rank's shard is read: FP8 copies of it travel instead of the value. From another copy of the tensor the
+bytes are moved; the value is not read."""
 
 
 @dataclasses.dataclass(frozen=True)
