@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -113,24 +112,18 @@ def _estimate(given: argparse.Namespace) -> str:
     from fp8pass.tools.estimation import estimate_model
 
     device = device_called(given.gpu)  # before anything that takes time
-    example = load(given.model, given.sizes, given.tokens, given.sequence, _DTYPES[given.dtype])
-    if example.note:
-        print(f"note: {example.note}", file=sys.stderr)
-    found = estimate_model(example.model, example.args, example.kwargs, device, given.recipe)
+    model, args, kwargs, note = load(given.model, given.sizes, given.tokens, given.sequence, _DTYPES[given.dtype])
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    found = estimate_model(model, args, kwargs, device, given.recipe)
     return found.to_json() if given.json else found.to_html() if given.html else str(found).rstrip("\n")
 
 
 # -- the model of an estimate
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A model on the meta device, and what it is called with."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    note: str = ""  # The difference from what was asked for.
+Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any], str]
+"""A model on the meta device, its arguments, and a note about the difference from what was asked for, or ""."""
 
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:
@@ -152,7 +145,7 @@ def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: tor
     if longest is not None and sequence > longest and tokens > longest:
         note = f"{type(config).__name__} has {longest} positions: texts of {longest} tokens, not of {min(sequence, tokens)}"
         sequence = longest
-    return Example(model.train(), (), _inputs(model, config, tokens, sequence, dtype), note)
+    return model.train(), (), _inputs(model, config, tokens, sequence, dtype), note
 
 
 def _positions(model: nn.Module) -> int | None:
@@ -182,8 +175,8 @@ def _of_function(name: str) -> Example:
     if not isinstance(parts[0], nn.Module) or len(parts) < 2:
         raise OptionError(f"{name} returned {type(made).__name__}; let it return (model, *args): the model and its arguments")
     if len(parts) == 3 and isinstance(parts[1], tuple) and isinstance(parts[2], dict):
-        return Example(*parts)
-    return Example(parts[0], parts[1:])
+        return (*parts, "")
+    return parts[0], parts[1:], {}, ""
 
 
 def _values(sizes: Sequence[str]) -> dict[str, Any]:

@@ -243,8 +243,8 @@ def compile_inductor(
 
 
 class KeepPartition(CustomPartitionerFn):
-    """Inductor's partitioner, and what is done to the graphs that it makes; keeps snapshots of them. The backward is compiled
-    at its first call, maybe steps later, and inspection shows it before."""
+    """The given partitioner or torch's own, which saves in FP8 what may be and keeps snapshots of both graphs. The backward is
+    compiled at its first call, maybe steps later, and inspection shows it before."""
 
     def __init__(
         self, compiled: CompiledGraph | None, given: CustomPartitionerFn | None, saved_activations: SavedActivations | None
@@ -260,8 +260,19 @@ class KeepPartition(CustomPartitionerFn):
 
         partition: Any = self.given or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if self.compiled is not None and not is_subgraph(gm.graph):
-            finish_partition(self.compiled, forward, backward, kwargs["num_fwd_outputs"], self.saved_activations)
+        compiled = self.compiled
+        if compiled is None or is_subgraph(gm.graph):
+            return forward, backward
+        if self.saved_activations is not None and compiled.rewrite is not None:  # which a graph without operations has not
+            refuse_torch_pass({})
+            context = GraphContext(compiled.inputs, compiled.placement.name_module)
+            inputs = find_extra_inputs(forward.graph, compiled.extra_start, compiled.extra_inputs, input_index)
+            statistics = None if compiled.key.watch is None else inputs.get(STATISTICS[0])
+            graphs, num_outputs, rules = (forward.graph, backward.graph), kwargs["num_fwd_outputs"], compiled.key.rules
+            compiled.rewrite = save_activations(*graphs, num_outputs, rules, context, compiled.rewrite, statistics)
+            forward.recompile()
+            backward.recompile()
+        compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -274,45 +285,20 @@ class KeepPartition(CustomPartitionerFn):
         return KeepPartition, (None, self.given, self.saved_activations)
 
 
-def finish_partition(
-    compiled: CompiledGraph,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    num_outputs: int,
-    saved_activations: SavedActivations | None,
-) -> None:
-    """Save in FP8 what may be, in place, and keep both snapshots. num_outputs: the forward's results of the user."""
-    if saved_activations is not None and compiled.rewrite is not None:  # which a graph without operations has not
-        refuse_torch_pass({})
-        context = GraphContext(compiled.inputs, compiled.placement.name_module)
-        inputs = find_extra_inputs(forward.graph, compiled.extra_start, compiled.extra_inputs, input_index)
-        statistics = None if compiled.key.watch is None else inputs.get(STATISTICS[0])
-        compiled.rewrite = save_activations(
-            forward.graph, backward.graph, num_outputs, compiled.key.rules, context, compiled.rewrite, statistics
-        )
-        forward.recompile()
-        backward.recompile()
-    compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
-
-
 def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, key: str = "") -> Any:
     """Compile without code generation, with torch's own "aot_eager" settings. key: that of the graph in AOTAutograd's cache."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    compiled = joint_pass.compiled
+    partitioner = KeepPartition(joint_pass.compiled, None, joint_pass.options.saved_activations)
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint_pass(joint.graph)
         joint.recompile()
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        if not is_subgraph(joint.graph):
-            finish_partition(compiled, forward, backward, kwargs["num_fwd_outputs"], joint_pass.options.saved_activations)
-        return forward, backward
+        return partitioner(joint, inputs, **kwargs)
 
     def forward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
         if key:
-            cache.attach(compiled, key)
+            cache.attach(joint_pass.compiled, key)
         return EagerCode(graph)
 
     def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:

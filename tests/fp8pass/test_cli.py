@@ -110,29 +110,29 @@ class TestTransformers:
     SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
 
     def test_a_language_model(self):
-        example = loaded("LlamaConfig", [*self.SIZES, "vocab_size=256"])
-        assert type(example.model).__name__ == "LlamaForCausalLM"
-        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in example.model.parameters())
-        assert example.model.model.layers[0].mlp.up_proj.weight.shape == (128, 64)
-        assert example.kwargs["input_ids"].shape == (2, 128)
-        assert example.model.training
+        model, _, kwargs, _ = loaded("LlamaConfig", [*self.SIZES, "vocab_size=256"])
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+        assert model.model.layers[0].mlp.up_proj.weight.shape == (128, 64)
+        assert kwargs["input_ids"].shape == (2, 128)
+        assert model.training
 
     def test_an_image_classifier(self):
         sizes = ["hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4", "image_size=64"]
-        example = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
-        assert example.kwargs["pixel_values"].shape == (10, 3, 64, 64)
-        assert isinstance(example.model, nn.Module)
+        model, _, kwargs, _ = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
+        assert kwargs["pixel_values"].shape == (10, 3, 64, 64)
+        assert isinstance(model, nn.Module)
 
     def test_a_file_and_its_folder(self, tmp_path, transformers):
         sizes = dict(size.split("=") for size in self.SIZES)
         config = transformers.Qwen3Config(**{k: int(v) for k, v in sizes.items()}, vocab_size=256)
         config.save_pretrained(tmp_path)
         for name in (tmp_path, tmp_path / "config.json"):
-            assert loaded(str(name), ["vocab_size=512"]).model.lm_head.out_features == 512
+            assert loaded(str(name), ["vocab_size=512"])[0].lm_head.out_features == 512
 
     def test_a_value_that_only_the_code_knows(self):
-        example = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
-        assert example.model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
+        model, *_ = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
+        assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
 
     @pytest.mark.parametrize(
         ("name", "sizes", "text"),
