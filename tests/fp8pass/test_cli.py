@@ -11,8 +11,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass import __main__ as environment
-from fp8pass.__main__ import load, main
+from fp8pass.__main__ import main
 from fp8pass.errors import OptionError
+from fp8pass.tools.named_models import load
 from lowering import hardware
 
 
