@@ -37,7 +37,7 @@ from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
-from fp8pass.runtime.frame import Frame
+from fp8pass.runtime.frame import DynamoGraph
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.words import Uncacheable
 from fp8pass.scales.reduction import reduction_covers
@@ -155,7 +155,7 @@ class Backend:
             self._find_session().weights.note_break()
         name = f"graph_{next(self._counter)}"
         compilers = (self._compile, self._trace)
-        return Frame(name, gm, example_inputs, device, code, has_break, self._find_session, *compilers).run
+        return DynamoGraph(name, gm, example_inputs, device, code, has_break, self._find_session, *compilers).run
 
     def reset(self) -> None:
         """Forget recorded CUDA graphs, when `torch._dynamo.reset()` resets the backends that it has used."""

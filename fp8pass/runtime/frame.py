@@ -114,7 +114,7 @@ class Instance:
         return found
 
 
-class Frame:
+class DynamoGraph:
     """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive. Invariant: a
     graph receives the extra inputs of the instance whose Parameters it receives."""
 
@@ -455,7 +455,7 @@ class Frame:
         return instance
 
 
-def _trace_again(frame: Callable[[], Frame | None], graph: Callable[[], CompiledGraph | None], modes: Modes) -> bool:
+def _trace_again(frame: Callable[[], DynamoGraph | None], graph: Callable[[], CompiledGraph | None], modes: Modes) -> bool:
     """Take the snapshots of a graph as it was compiled in these modes, if its frame is still there."""
     here, its_graph = frame(), graph()
     if here is not None and its_graph is not None:

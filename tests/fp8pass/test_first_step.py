@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, inspect, state
 from fp8pass.errors import RecipeError
 from fp8pass.runtime import backend as backend_module
-from fp8pass.runtime.frame import Frame
+from fp8pass.runtime.frame import DynamoGraph
 from fp8pass.schemes.emitter import FIRST_STEP
 from tests.support import training
 from tests.support.models import mlp
@@ -67,14 +67,14 @@ class CountedRuns:
 
     def __enter__(self):
         self.first = self.usual = 0
-        real = Frame._call
+        real = DynamoGraph._call
 
         def call(frame, graph, instance, args, records, variants, *rest):
             self.first += variants == {FIRST_STEP}
             self.usual += not variants
             return real(frame, graph, instance, args, records, variants, *rest)
 
-        self._patch = mock.patch.object(Frame, "_call", call)
+        self._patch = mock.patch.object(DynamoGraph, "_call", call)
         self._patch.start()
         return self
 
@@ -183,7 +183,7 @@ def test_the_graph_of_later_steps_is_that_of_a_model_that_starts_with_one():
 
 def test_addresses_are_static_from_the_second_step_on():
     """A CUDA graph is recorded with the state's own memory, never a copy."""
-    pair, x, seen, real = Pair(), torch.randn(24, 64), [], Frame._call
+    pair, x, seen, real = Pair(), torch.randn(24, 64), [], DynamoGraph._call
     pair.step(x)
     (instances,) = pair.delayed._fp8pass_session.instances.values()
     (instance,) = instances.values()
@@ -194,7 +194,7 @@ def test_addresses_are_static_from_the_second_step_on():
         with mock.patch.object(graph, "function", note):
             return real(frame, graph, *args)
 
-    with mock.patch.object(Frame, "_call", call):
+    with mock.patch.object(DynamoGraph, "_call", call):
         pair.step(x, 4)
     (bound,) = instance.bound.values()
     (window,) = (window for _, window in bound._windows)
