@@ -160,7 +160,6 @@ def _only_valid(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None)
 
 
 def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> Sums:
-    """Sums of a matrix with one scale."""
     lines = (x.shape[0], 1)
     return _sums(x, scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1)), dtype).as_one()
 

@@ -295,7 +295,6 @@ def _obstacle(site: GemmSite) -> Reason | None:
 
 
 def _grouped_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
-    """The obstacle of a grouped GEMM."""
     if site.form is None:
         return None
     if not isinstance(site.groups, int):

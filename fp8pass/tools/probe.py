@@ -288,7 +288,6 @@ class _Runner(fx.Interpreter):
         self.inputs: dict[fx.Node, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node."""
         number = n.meta.get(TAG)
         result = super().run_node(n)
         if self.is_backward and n.op == "placeholder" and (saved := self.owner.saved.get(n.name)) is not None:

@@ -49,7 +49,6 @@ Boxes = list[ir.TensorBox]
 
 
 def _scale(amax: Any, dtype: torch.dtype, cast: CastOptions) -> Any:
-    """The scale of one line."""
     return elementwise.scale_from_amax(amax, dtype, 0, cast.epsilon, cast.power_of_2)
 
 
