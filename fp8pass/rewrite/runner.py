@@ -135,10 +135,6 @@ def _gather_permuted(work: Work) -> Work:
     return work
 
 
-def _discover(work: Work) -> Work:
-    return dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))
-
-
 def _select(work: Work) -> Work:
     selected, heads = select(work.graph, work.sites, work.context)
     return dataclasses.replace(work, selected=selected, heads=heads)
@@ -173,10 +169,6 @@ def _share_sigmoids(work: Work) -> Work:
     return work
 
 
-def _plan_gathers(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_gathers(work.graph, work.plan, work.context))
-
-
 def _take_kept(work: Work) -> Work:
     plan = take_kept(refuse_readers(work.graph, work.plan), work.inputs, work.options)
     is_as_estimated = plan.weights == work.plan.weights
@@ -187,14 +179,6 @@ def _plan_recomputation(work: Work) -> Work:
     given = work.options.given
     plan = plan_recomputation(work.graph, work.plan, given.weight_copies, given.saved_activations is not None)
     return dataclasses.replace(work, plan=plan)
-
-
-def _plan_casts(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_casts(work.graph, work.plan))
-
-
-def _plan_launches(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_launches(work.plan))
 
 
 def _apply(work: Work) -> Work:
@@ -229,15 +213,15 @@ def _fold_elements(work: Work) -> Work:
 PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge gathers", _merge_gathers),
     ("gather permuted rows", _gather_permuted),
-    ("discover", _discover),
+    ("discover", lambda work: dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))),
     ("select", _select),
     ("plan GEMMs", _plan_gemms),
     ("share sigmoids", _share_sigmoids),
-    ("plan gathers", _plan_gathers),
+    ("plan gathers", lambda work: dataclasses.replace(work, plan=plan_gathers(work.graph, work.plan, work.context))),
     ("take kept weights", _take_kept),
     ("plan recomputation", _plan_recomputation),
-    ("plan casts", _plan_casts),
-    ("plan launches", _plan_launches),
+    ("plan casts", lambda work: dataclasses.replace(work, plan=plan_casts(work.graph, work.plan))),
+    ("plan launches", lambda work: dataclasses.replace(work, plan=plan_launches(work.plan))),
     ("apply", _apply),
     ("merge reductions", _merge_reductions),
     ("fold elements", _fold_elements),

@@ -59,14 +59,9 @@ def snapshot_of(graph: CompiledGraph, side: Literal["before", "after", "forward"
 def summary_of(graph: CompiledGraph) -> Summary:
     """The summary of a graph that was traced in this process, or the one that came with it."""
     if graph.summary is None:
-        graph.summary = _state_inputs(graph), _saved(graph)
+        nodes = () if graph.rewrite is None else graph.rewrite.after.nodes
+        graph.summary = tuple(name for _, name in extra_placeholders(nodes, graph)), _saved(graph)
     return graph.summary
-
-
-def _state_inputs(graph: CompiledGraph) -> tuple[str, ...]:
-    if graph.rewrite is None:
-        return ()
-    return tuple(name for _, name in extra_placeholders(graph.rewrite.after.nodes, graph))
 
 
 def _saved(graph: CompiledGraph) -> dict[str, int]:
