@@ -46,7 +46,7 @@ from fp8pass.rewrite.report import (
 )
 from fp8pass.rewrite.saved import SavedRecord, apply_saved, measure_saved, plan_saved, saved_records
 from fp8pass.rewrite.select import select
-from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
+from fp8pass.rewrite.simplify import RowsAndIndex, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.verify_partitioned import arguments, verify_saved
@@ -69,7 +69,7 @@ class Work:
     inputs: Mapping[Hashable, fx.Node]  # The placeholders of the graph's extra inputs, by key.
     options: Options
     known: frozenset[fx.Node]  # The nodes that the graph had before.
-    permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)  # Gathers, with the scatter they replaced.
+    permuted: Mapping[fx.Node, RowsAndIndex] = dataclasses.field(default_factory=dict)  # Gathers in place of scatters.
     sites: tuple[GemmSite, ...] = ()
     selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)  # GEMMs in high precision unless a rule says.
     heads: frozenset[fx.Node] = frozenset()  # GEMMs that look like a head.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,16 +24,15 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> dict[fx.Node, Scatter]:
-    """Let a gather take the place of each scatter by a permutation (`permuting_scatters`); returns the scatter by gather."""
+def gather_permuted_rows(graph: fx.Graph, scatters: Mapping[fx.Node, RowsAndIndex]) -> dict[fx.Node, RowsAndIndex]:
+    """Let a gather take the place of each scatter by a permutation (`permuting_scatters`); returns what each gather reads."""
     start, gathers = Cursor.start(graph), {}
-    for scatter in scatters:
-        node = scatter.node
+    for node, (rows, index) in scatters.items():
         cursor = start.at(node, _is_backward(node)).sharing(node)
-        gather = cursor.call(aten.index.Tensor, scatter.rows, [scatter.index])
+        gather = cursor.call(aten.index.Tensor, rows, [index])
         node.replace_all_uses_with(gather)
         graph.erase_node(node)
-        gathers[gather] = scatter
+        gathers[gather] = rows, index
     return gathers
 
 
@@ -156,19 +154,15 @@ _ARGSORTS = {aten.argsort.default, aten.argsort.stable}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 
 
-@dataclasses.dataclass(frozen=True)
-class Scatter:
-    """A node that adds rows to zeros, each to another one."""
-
-    node: fx.Node
-    rows: fx.Node  # [rows, ...], of the same shape as the node.
-    index: fx.Node  # [rows] integers: the node equals `rows[index]`, but for the sign of zeros.
+RowsAndIndex = tuple[fx.Node, fx.Node]
+"""The parts of a node that adds rows to zeros, each to another one: rows [rows, ...] of its shape, and [rows] integers; the
+node equals `rows[index]`, but for the sign of zeros."""
 
 
-def permuting_scatters(graph: fx.Graph) -> list[Scatter]:
-    """The scatters by a permutation whose inverse the graph has computed before, in graph order."""
+def permuting_scatters(graph: fx.Graph) -> dict[fx.Node, RowsAndIndex]:
+    """The scatters by a permutation whose inverse the graph has computed before, in graph order, with what they are."""
     inverses: dict[fx.Node, fx.Node] = {}
-    found: list[Scatter] = []
+    found: dict[fx.Node, RowsAndIndex] = {}
     for node in graph.nodes:
         if (permutation := _inverts(node)) is not None:
             inverses[node] = permutation
@@ -177,7 +171,7 @@ def permuting_scatters(graph: fx.Graph) -> list[Scatter]:
             rows, index = scatter
             inverse = inverses.get(behind_aliases(index))
             if inverse is not None:
-                found.append(Scatter(node, rows, inverse))
+                found[node] = rows, inverse
     return found
 
 

@@ -44,7 +44,7 @@ from fp8pass.rewrite.meaning import (
     value,
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
-from fp8pass.rewrite.simplify import Scatter
+from fp8pass.rewrite.simplify import RowsAndIndex
 from fp8pass.schemes.copies import Cast, Copy, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
 from lowering import hardware
@@ -61,11 +61,12 @@ def verify(
     plan: Plan,
     applied: Applied,
     known: Iterable[fx.Node],
-    permuted: Mapping[fx.Node, Scatter] = types.MappingProxyType({}),
+    permuted: Mapping[fx.Node, RowsAndIndex] = types.MappingProxyType({}),
     sent_as_bytes: Sequence[Gather] = (),
 ) -> None:
-    """Raise InvariantError if the graph is not what the plan says. known: the nodes that it had before. permuted: gathers, each
-    with the scatter whose place it took before the plan was made. sent_as_bytes: gathers that send uint8, as they were."""
+    """Raise InvariantError if the graph is not what the plan says. known: the nodes that it had before. permuted: gathers that
+    took the place of scatters before the plan was made, with what those read. sent_as_bytes: gathers that send uint8, as they
+    were."""
     graph.lint()
     nodes, known = set(graph.nodes), set(known)
     _check_gemms(graph, plan, applied, nodes, known)
@@ -92,9 +93,9 @@ def verify(
     for kept in plan.decisions:
         _check_dequantized(kept, planned, meaning)
     _check_state(planned, meaning)
-    for node, scatter in permuted.items():
-        if node in nodes and node.args != (applied.now(scatter.rows), [scatter.index]):
-            raise InvariantError(f"{node.name} gathers {node.args}, instead of rows of {scatter.rows.name}")
+    for node, (rows, index) in permuted.items():
+        if node in nodes and node.args != (applied.now(rows), [index]):
+            raise InvariantError(f"{node.name} gathers {node.args}, instead of rows of {rows.name}")
     for gather in sent_as_bytes:
         sent = value(gather.source).moved(("gather", gather.num_ranks, gather.group))
         compare(gather.wait, "", Meaning((), {gather.source: value(gather.source)}).computed(gather.wait), sent)

@@ -33,10 +33,10 @@ def found(program, *inputs):
     traced = make_fx(torch.func.functionalize(program), tracing_mode="fake")(*inputs)
     scatters = permuting_scatters(traced.graph)
     expected = traced(*inputs)
-    for scatter in scatters:
-        with traced.graph.inserting_before(scatter.node):
-            gathered = traced.graph.call_function(aten.index.Tensor, (scatter.rows, [scatter.index]))
-        scatter.node.replace_all_uses_with(gathered)
+    for node, (rows, index) in scatters.items():
+        with traced.graph.inserting_before(node):
+            gathered = traced.graph.call_function(aten.index.Tensor, (rows, [index]))
+        node.replace_all_uses_with(gathered)
     traced.recompile()
     assert traced(*inputs).equal(expected)
     return len(scatters)
