@@ -87,7 +87,7 @@ def saved(
     args = _begin(bench, _SIZES, steps or 600, lr)
     bench.baseline = "the same run without saved_activations"
 
-    def row(what: str, seed: int, recipe: str | None = None, rounds_weights: bool = False) -> Row:
+    def row(what: str, seed: int, recipe: str | None, rounds_weights: bool) -> Row:
         plain = _gpt_loss(args, seed, recipe, backend)
         found = _gpt_loss(args, seed, recipe, backend, None if rounds_weights else "fp8", rounds_weights)
         return {"what": what, "final loss": found, "without": plain, "difference %": 100 * (found / plain - 1)}
@@ -95,10 +95,10 @@ def saved(
     for seed in seeds:
         # Two runs that differ by a rounding of their first weights alone: differences as small as theirs tell nothing.
         what = f"None with its first weights rounded to bfloat16, {args.steps} steps, seed {seed}, lr {lr:g}"
-        yield from bench.row(what, row, what, seed, rounds_weights=True)
+        yield from bench.row(what, row, what, seed, None, True)
         for recipe in (None, *(recipes or RECIPES)):
             what = f"{recipe} with saved_activations, {args.steps} steps, seed {seed}, lr {lr:g}"
-            yield from bench.row(what, row, what, seed, recipe)
+            yield from bench.row(what, row, what, seed, recipe, False)
 
 
 def defaults(

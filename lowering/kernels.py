@@ -398,7 +398,7 @@ def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given])
         HAS_ROWS=rows.at is not None, HAS_GROUPS=rows.groups is not None, KIND=kind, MX=how.kind is Granularity.BLOCK_1X32,
         WIDTH=width, E5M2=is_e5m2(how.dtype), FP8_MAX=fp8_max(how.dtype), HAS_EPSILON=how.epsilon != 0,
         POWER_OF_2=how.power_of_2, LINES=LINES_OF_MX if (kind, width) == (OF_BLOCKS.value, MX_BLOCK) else LINES, BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS if x.element_size() < 4 or width == MX_BLOCK else 2 * NUM_WARPS,  # else some registers spill
     )  # fmt: skip
     count = rows.count * size_c
     return [_finished(made[side], how, count, rows, side, of_side) for side, of_side in given.items()]

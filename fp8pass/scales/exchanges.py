@@ -95,8 +95,9 @@ class Exchanges:
             return
         with torch.inference_mode(False), torch.no_grad():
             index = store.index_of(tuple(read))
-            matrices = [p.detach().reshape(store.entries(name), -1) for name, p in read.items()]
-            amax = torch.cat([torch.linalg.vector_norm(m, torch.inf, dim=1).float() for m in matrices])
+            weights = [(p.detach(), store.entries(name)) for name, p in read.items()]
+            matrices = [m for p, entries in weights for m in ((p,) if entries == 1 else p.flatten(0, -3).unbind())]
+            amax = torch.stack(torch._foreach_norm(matrices, torch.inf, torch.float32))
             have_jumped = _have_jumped(torch.cat([_past(store, 2).index_select(1, index), amax[None]]))
             self._note(store, list(read), have_jumped & (amax * store.scale[index] > store.fp8_max[index]))
 

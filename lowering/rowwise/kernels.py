@@ -23,7 +23,7 @@ from lowering.rowwise import reference
 from lowering.scaling import scales_from_amax
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, is_e5m2, on_device
-from lowering.triton.many import groups, is_aligned, table_of
+from lowering.triton.many import groups, is_aligned, table_of, warps
 from lowering.triton.tile import (
     INF_BITS,
     block_scale,
@@ -50,8 +50,6 @@ from lowering.triton.tile import (
 BLOCK_R = 64
 BLOCK_C = 128
 NUM_WARPS = 4
-#: Warps of a launch over matrices of any strides, whose addresses take the registers of half a tile.
-NUM_WARPS_UNALIGNED = 8
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(13)
 
@@ -254,10 +252,6 @@ def _tiles(rows: int, cols: int) -> tuple[int, int]:
     return cdiv(pad_to_alignment(rows), BLOCK_R), cdiv(pad_to_alignment(cols), BLOCK_C)
 
 
-def _num_warps(aligned: bool) -> int:
-    return NUM_WARPS if aligned else NUM_WARPS_UNALIGNED
-
-
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
     """The starts of the lines of each matrix in the vector of amaxes; the last entry is its length."""
     starts = [0]
@@ -296,14 +290,15 @@ def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnw
             tiles_r, tiles_c = _tiles(rows, cols)
             amax_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, rows, cols, tiles_c, *x.stride()[-2:], batch_step(x), starts[-1],
-                BATCHED=x.dim() == 3, **flags, num_warps=_num_warps(True),
+                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, is_aligned(x)),
             )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
                 multi_amax_kernel[(num_tiles,)](
-                    table, bits, len(members), element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned)
-                )
+                    table, bits, len(members), element=element, ALIGNED=aligned, **flags,
+                    num_warps=warps(NUM_WARPS, aligned),
+                )  # fmt: skip
     return bits
 
 
@@ -346,7 +341,7 @@ def _fill(
             cast_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
                 q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, batch_step(x), starts[-1],
-                BATCHED=x.dim() == 3, **flags, num_warps=_num_warps(True),
+                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, is_aligned(x)),
             )  # fmt: skip
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
@@ -354,7 +349,7 @@ def _fill(
                 table, num_tiles = _table(xs, members, starts, fields, bits.device)
                 multi_cast_kernel[(num_tiles,)](
                     table, bits, len(members), cast.epsilon,
-                    element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned),
+                    element=element, ALIGNED=aligned, **flags, num_warps=warps(NUM_WARPS, aligned),
                 )  # fmt: skip
 
 

@@ -27,10 +27,16 @@ from lowering.triton.tile import ELEMENTS, as_float32, magnitude_bits
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """True if rows of a matrix are contiguous, and its address, sizes and distance of rows multiples of 16."""
-    (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
-    is_odd = rows % GEMM_ALIGNMENT or cols % GEMM_ALIGNMENT or stride_r % GEMM_ALIGNMENT or x.data_ptr() % GEMM_ALIGNMENT
-    return stride_c == 1 and not is_odd
+    """True if rows of a matrix or batch are contiguous, and its address, sizes and distances of rows and matrices multiples of
+    16."""
+    (*_, rows, cols), (*distances, stride_c) = x.shape, x.stride()
+    return stride_c == 1 and not any(n % GEMM_ALIGNMENT for n in (rows, cols, *distances, x.data_ptr()))
+
+
+def warps(of_aligned: int, aligned: bool) -> int:
+    """The warps of a launch: twice as many where strides are arbitrary, as addresses take the registers of half a tile. With
+    fewer, ptxas spills some registers in order that one program more fits a multiprocessor."""
+    return of_aligned if aligned else 2 * of_aligned
 
 
 def groups(xs: Sequence[torch.Tensor], key: Callable[[torch.Tensor], Any]) -> Iterator[tuple[Any, Any, list[int]]]:
