@@ -5,7 +5,6 @@ import copy
 import datetime
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -369,35 +368,6 @@ def test_results_name_the_commit(tmp_path):
     assert not common.commit_of(tmp_path).endswith("-dirty"), "results do not change the code"
     (tmp_path / "code.py").write_text("x = 2")
     assert common.commit_of(tmp_path).endswith("-dirty")
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_rows_are_written_as_they_are_made(tmp_path, fails):
-    def rows():
-        yield {"what": "first", "ms": 1.0}
-        (path,) = tmp_path.glob("*.json")
-        record = json.loads(path.read_text())
-        assert (record["rows"], record["is_complete"]) == ([{"what": "first", "ms": 1.0}], False)
-        yield {"what": "second", "ms": 2.0}
-        if fails:
-            raise RuntimeError("the machine went away")
-
-    with pytest.raises(RuntimeError, match="went away") if fails else contextlib.nullcontext():
-        common.run_and_report("casts", lambda bench: rows(), True, tmp_path)
-    (path,) = tmp_path.glob("*.json")
-    record = json.loads(path.read_text())
-    assert ([row["what"] for row in record["rows"]], record["is_complete"]) == (["first", "second"], not fails)
-
-
-def test_tables_are_not_cut(tmp_path, capsys):
-    row = {"what": "x" * 50} | {f"a column of some width {i}": 1234.5 for i in range(30)}
-    common.run_and_report("casts", lambda bench: [row], True, tmp_path)
-    printed = capsys.readouterr().out
-    assert "x" * 50 in printed
-    titles, rule, cells = printed.splitlines()[1:4]
-    assert re.findall(r"a column of some width (\d+)\b", titles) == [str(i) for i in range(30)]
-    assert len(titles) == len(rule) == len(cells)
-    assert printed.count("1,234") + printed.count("1,235") == 30
 
 
 # -- turns and clocks

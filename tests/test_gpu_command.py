@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import types
 from pathlib import Path
 
 import pytest
@@ -56,15 +54,6 @@ def test_a_compiler_is_looked_for_where_triton_looks(tmp_path, monkeypatch):
         assert "that runs" not in str(compiler_obstacle())
 
 
-@needs_compiler
-def test_without_the_headers_of_python(tmp_path, monkeypatch):
-    for variable in ("CPATH", "C_INCLUDE_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert lack("Python.h").is_fatal
-    assert f"Python.h in {tmp_path} (the package python3.{sys.version_info.minor}-dev or" in str(lack("Python.h"))
-
-
 @needs_triton
 def test_no_ptxas_is_fatal_and_an_old_one_is_a_note(monkeypatch):
     def none(arch):
@@ -75,30 +64,6 @@ def test_no_ptxas_is_fatal_and_an_old_one_is_a_note(monkeypatch):
     old = preflight.assembler.Assembler("/there", (12, 8), "Triton's")
     monkeypatch.setattr(preflight.assembler, "choose", lambda arch: old)
     assert not lack("ptxas 13.0 or newer: kernels are assembled by ptxas 12.8 (Triton's: /there)").is_fatal
-
-
-@needs_triton
-@needs_compiler
-@pytest.mark.parametrize("fails", [True, False])
-def test_what_triton_talks_to_the_gpu_with_is_tried(fails, monkeypatch):
-    """On a machine that has everything else."""
-    import triton.runtime
-
-    class Driver:
-        @property
-        def active(self):
-            if fails:
-                raise AssertionError("libcuda.so cannot found!")
-            return types.SimpleNamespace(utils=object())
-
-    asked = []
-    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    monkeypatch.setattr(preflight.assembler, "choose", lambda arch: asked.append(arch) or types.SimpleNamespace(is_right=True))
-    monkeypatch.setattr(triton.runtime, "driver", Driver())
-    expected = "Triton's own driver (AssertionError: libcuda.so cannot found!): no kernel is launched without it"
-    assert [str(each) for each in missing() if each.is_fatal] == ([expected] if fails else [])
-    assert asked == [89]
 
 
 def test_everything_that_is_missing_is_named_what_is_fatal_first(monkeypatch):
@@ -125,11 +90,6 @@ def test_what_torch_sees_in_the_place_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert str(missing()[0]) == f"{wanted}torch sees NVIDIA A100, compute capability 8.0"
-
-
-def test_an_old_pytest(monkeypatch):
-    monkeypatch.setattr(preflight, "version", lambda name: "7.4.4")
-    assert str(lack("pytest 8")) == "pytest 8 or newer (pytest 7.4.4 is older than 8): parts 1 and 2 are left out"
 
 
 def run_gpu(monkeypatch, out, *options):
@@ -177,21 +137,6 @@ def test_a_dry_run_with_torch_triton_and_numpy_alone(tmp_path):
     assert {row["status"] for row in rows[1:]} == {"right"}
     run(environment, "benchmarks.cost_model", "--quick", "--out", str(out))
     assert "skipped, pytest is missing" in run(environment, *dry, "--part", "1")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@without_a_gpu
-def test_a_folder_of_wheels_is_found_and_tests_need_no_plugin(tmp_path):
-    """pytest alone, in a folder that PYTHONPATH names: every test file is read, those that need more are skipped."""
-    environment = minimal.environment(tmp_path)
-    minimal.install(tmp_path, "pytest")
-    printed = run(environment, "benchmarks.gpu", "--cpu", "--part", "2", "--out", str(tmp_path / "out"))
-    assert "missing: pytest:" not in printed
-    assert "missing: hypothesis:" in printed
-    log = (tmp_path / "out" / "part2.log").read_text()
-    assert "could not import 'hypothesis'" in log
-    assert "error" not in log.splitlines()[-1]
 
 
 # -- parts

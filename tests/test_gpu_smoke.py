@@ -2,7 +2,6 @@
 failure costs one row."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import processes
 from benchmarks.gemm_layer import Experts
 from benchmarks.part0 import operations, rates, recipes, run, samples, worker
 from benchmarks.part0.cases import ALONE, groups, within
@@ -249,42 +247,6 @@ def test_the_time_of_part_0_ends(bad_cases, tmp_path, monkeypatch):
     _, rows = lines_of(tmp_path)
     assert [(row["group"], row["status"]) for row in rows] == [("bad", "hung"), ("good", "not run")]
     assert all("time of part 0" in row["failed"] for row in rows)
-
-
-_TELLS_ITS_SHARE = """
-import json, os, pathlib, sys
-group, device, first, path = sys.argv[1:]
-row = {"group": group, "number": 0, "case": "share", "status": "right", "compile": os.environ["TORCHINDUCTOR_COMPILE_THREADS"]}
-row["compute"] = os.environ["OMP_NUM_THREADS"]
-pathlib.Path(path).write_text(json.dumps(row) + "\\n" + json.dumps({"status": "finished"}) + "\\n")
-"""
-
-
-@pytest.mark.parametrize(
-    ("cores", "names", "threads"), [(9, "abcdef", 1), (9, "ab", 4), (9, "a", 9), (1, "ab", 1), (9, [ALONE], 9)]
-)
-def test_groups_that_run_side_by_side_divide_the_machine(cores, names, threads, tmp_path, monkeypatch):
-    """Cores of torch and of Inductor's compilers; the group that is timed has all of them. What the user sets stays."""
-    for variable in processes.share(1):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(run, "_WORKER", ("-c", _TELLS_ITS_SHARE))
-    monkeypatch.setattr(run, "num_cores", lambda: cores)
-    monkeypatch.setattr(processes, "num_cores", lambda: cores)
-    monkeypatch.setattr(run, "groups", lambda: dict.fromkeys(names))
-    for of_user in (None, "5"):
-        if of_user:
-            monkeypatch.setenv("OMP_NUM_THREADS", of_user)
-        assert run.run(tmp_path, device="cuda")
-        _, rows = lines_of(tmp_path)
-        found = {(row["group"], row["compute"], row["compile"]) for row in rows}
-        assert found == {(name, of_user or str(threads), str(threads)) for name in names}
-
-
-def test_inductor_compiles_with_its_share():
-    command = "import torch._inductor.config as c; print(c.compile_threads, __import__('torch').get_num_threads())"
-    environment = os.environ | processes.share(processes.num_cores())
-    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "1"]
 
 
 def test_only_what_is_asked_for_runs(bad_cases, tmp_path):

@@ -31,7 +31,6 @@ from benchmarks.traffic import (
 from fp8pass import fp8_compile, monitor
 from lowering import hardware
 from lowering.formats import FP8_MAX
-from lowering.inductor import register_lowerings
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
@@ -208,45 +207,6 @@ def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows
     assert len(records) == 2, "one on either side"
 
 
-def test_pointwise_code_and_its_cast_are_one_kernel():
-    register_lowerings()
-
-    def quantized(x, scale):
-        return torch.ops.lowering.cast(
-            [torch.nn.functional.gelu(x)], [scale], torch.float8_e4m3fn, columnwise=True, with_amax=True
-        )
-
-    with capture() as graphs:
-        torch.compile(quantized)(torch.zeros(512, 1024, dtype=torch.bfloat16), torch.ones(()))
-    (inference,) = report(graphs)
-    big = [k for k in inference.kernels if k.num_bytes > 512 * 1024]
-    assert len(big) == 1
-    assert sorted(n for _, n in big[0].writes.values()) == [512 * 1024 // 32, 512 * 1024, 512 * 1024]
-    assert "gelu" in inference.code
-    assert "ReductionHint.OUTER" in inference.code
-
-
-def test_gpu_conversions_saturate():
-    """`_quantize_satfinite` relies on this: PTX saturates, so nothing clamps before it."""
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    @triton.jit
-    def convert(x, q, E5M2: tl.constexpr):
-        offsets = tl.arange(0, 128)
-        value = tl.load(x + offsets)
-        q8 = value.to(tl.float8e5) if E5M2 else value.to(tl.float8e4nv)
-        tl.store(q + offsets, q8.to(tl.uint8, bitcast=True))
-
-    for capability_number in (89, 90):
-        for is_e5m2, name in ((True, "e5m2x2"), (False, "e4m3x2")):
-            source = ASTSource(convert, {"x": "*fp32", "q": "*u8", "E5M2": "constexpr"}, {"E5M2": is_e5m2})
-            ptx = triton.compile(source, target=GPUTarget("cuda", capability_number, 32)).asm["ptx"]
-            assert f"cvt.rn.satfinite.{name}." in ptx
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_kept_copies_leave_no_casts_of_weights(recipe):
     """In a further microbatch no weight is cast; a second evaluation reads one byte per parameter."""
@@ -314,30 +274,10 @@ def test_the_activation_of_experts_is_written_in_blocks_alone():
 
 
 @needs_transformers
-def test_gradients_of_experts_in_blocks_are_read_once():
-    """By one kernel, which writes both copies."""
-    _, backward = experts_of("blockwise")
-    casts = {name: [k for k in backward.elementwise if name in k.name] for name in ("cast_blockwise", "cast_columns")}
-    assert not any(traffic.STACKS.isdisjoint(k.inputs.values()) for k in casts["cast_blockwise"]), "weights alone"
-    moved = sorted(k.num_bytes for k in casts["cast_columns"])[-2:]
-    elements = [traffic.EXPERT_TOKENS * traffic.TOP_K * columns for columns in (2 * traffic.EXPERT_FFN, traffic.HIDDEN)]
-    assert moved == pytest.approx([4 * each for each in elements], rel=0.05), "bfloat16 read, two copies written"
-
-
-@needs_transformers
 @pytest.mark.parametrize("recipe", EXPERT_BYTES)
 def test_no_wrapper_of_experts_waits_for_the_gpu(recipe):
     """The numbers of rows per expert stay there."""
     assert [r.host_waits for r in experts_of(recipe)] == [[], []]
-
-
-@needs_transformers
-def test_the_input_of_the_experts_is_quantized_before_it_is_gathered():
-    """In both directions: casts read tokens x width, the gather moves bytes."""
-    kernels = [kernel for reported in experts_of("delayed") for kernel in reported.elementwise]
-    gathered = traffic.EXPERT_TOKENS * traffic.TOP_K * traffic.HIDDEN
-    assert not any((torch.bfloat16, gathered) in k.writes.values() for k in experts_of("delayed")[0].elementwise)
-    assert any(k.num_bytes == pytest.approx(3 * traffic.EXPERT_TOKENS * traffic.HIDDEN, rel=0.01) for k in kernels)
 
 
 @needs_transformers
@@ -358,24 +298,6 @@ def _torchaos() -> list[Report]:
 
 
 # -- what memory limits
-
-
-@pytest.fixture(scope="module")
-def events() -> list[Event]:
-    """A small block under delayed scaling."""
-    ((model, x),) = kernel_cost.block(256, 512, 4, 1, 1024)
-    return kernel_cost.step(model, lambda m: fp8_compile(m, steady("delayed")), x)
-
-
-def test_every_launch_of_a_step_is_replayed(events):
-    names = [event.name for event in events]
-    assert names.count("aten::_scaled_mm") == 21
-    assert sum("attention" in event.name and event.generated is None for event in events) == 2
-    casts = [launch.kernel.__name__ for event in events if event.name == "lowering::cast" for launch in event.launches or ()]
-    assert "multi_cast_transpose_amax_kernel" in casts
-    assert all(event.num_bytes > 0 for event in events if event.generated is not None or event.launches)
-    swiglu = [event for event in events if event.generated is not None and "silu" in event.name]
-    assert [event.num_bytes // (1024 * 512) for event in swiglu] == [5, 11], "bytes per element, forward and backward"
 
 
 #: Of the kernels that compute SwiGLU in the block of an 8B Llama, forward and backward: the most of `issue / memory`. Above 0.8

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, state
 from tests.distributed.models import loss_of, seeded, spread
 from tests.distributed.support import run_on_ranks
+from tests.distributed.test_amax_reduction import Experts
 from tests.support.models import mlp
 
 pytestmark = pytest.mark.dist
@@ -50,16 +50,6 @@ def test_each_rank_starts_by_itself_and_scales_agree_after_the_step():
     for name, scale in scales.items():
         largest = torch.tensor(max(mine[name], others[name]))
         assert scale == (torch.tensor(LIMITS[name.split(":")[1]]) / largest).item(), name
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, x, expert: int):
-        return self.experts[expert](self.first(x))
 
 
 def a_module_that_others_have_run(rank):

@@ -1,7 +1,5 @@
 """FSDP2 gathers weights in FP8: what travels, counted at the collective, and the same bits as by gathering first."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -25,7 +23,7 @@ from fp8pass.errors import OptionError
 from fp8pass.options import CompileOptions
 from fp8pass.runtime.session import Session
 from tests.distributed.fsdp2 import WIDTH, Run, batch, blocks, casts_of_weights, counted, equal, sharded, wide
-from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+from tests.distributed.support import run_on_ranks
 
 pytestmark = pytest.mark.dist
 # -- the same bits, half the bytes
@@ -339,30 +337,3 @@ def test_a_checkpoint_is_a_plain_model_and_resumes_on_other_ranks(tmp_path):
         dcp.load({"model": plain}, checkpoint_id=str(tmp_path))
     assert all(w.dtype is torch.float32 and w.equal(weights[name]) for name, w in plain.items())
     assert all(same and ratio < 0.52 for same, ratio in run_on_ranks(resumed, 4, str(tmp_path)))
-
-
-# -- a rank that dies
-
-
-def peer_dies(rank):
-    run = Run("delayed", "fp8", sharded())
-    run.steps(0, 1, 2)
-    run.forward(run.compiled, 3)
-    if rank == 1:
-        os._exit(7)
-    before, errors = state(run.compiled).state_dict(), []
-    try:
-        run.forward(run.compiled, 4)
-    except Exception as error:
-        errors.append(f"{type(error).__module__}.{type(error).__name__}: {error}")
-    after = state(run.compiled).state_dict()
-    return all(value.equal(after[name]) for name, value in before.items()), errors
-
-
-def test_a_rank_that_dies_in_a_gather_is_torchs_error():
-    survivor, dead = outcomes_on_ranks(peer_dies, 2)
-    assert dead.error == "died (exit code 7)"
-    unchanged, errors = survivor.value
-    assert unchanged
-    assert len(errors) == 1
-    assert not errors[0].startswith("fp8pass")

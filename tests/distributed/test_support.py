@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8pass import DelayedScaling
-from fp8pass.errors import RankMismatchError
 from tests.distributed import models
 from tests.distributed.support import RanksFailed, run_on_ranks
-from tests.distributed.test_mismatch import Model, compiled, train
 
 pytestmark = pytest.mark.dist
 
@@ -79,22 +76,3 @@ def test_ranks_that_failed_are_gone(function, message, timeout):
     assert not any(os.path.exists(f"/proc/{process}") for process in pids)
     assert not {*run_on_ranks(pid, 2)} & {*pids}
     run_on_ranks(replaces, 2, fresh=True)
-
-
-def on_rank_0(rank):
-    if rank == 0:
-        train(compiled(Model(), recipe=DelayedScaling(reduce_amax=False)))
-
-
-def differently(rank):
-    try:
-        train(compiled(Model(), recipe=DelayedScaling(margin=rank)))
-    except RankMismatchError as error:
-        return str(error)
-
-
-def test_models_of_another_run_are_not_compared():
-    """One that a rank alone has compiled would be taken for the first one of the next run."""
-    run_on_ranks(on_rank_0, 2)
-    for message in run_on_ranks(differently, 2):
-        assert "recipe is DelayedScaling() on rank 0 and DelayedScaling(margin=1) on rank 1" in message

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fp8pass import fp8_compile, inspect
+from fp8pass import inspect
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.launches import layers_of
 from tests.support.copies import BOTH, CastNode, casts_by
 from tests.support.joint import trace
-from tests.support.models import LlamaBlock, ResidualMlp, mlp
+from tests.support.models import LlamaBlock, ResidualMlp
 from tests.support.training import assert_equal, compiled_step
 
 
@@ -48,14 +48,6 @@ def test_weights_and_attention_gradients_are_grouped_without_a_change_of_numbers
     assert_the_same_without_launches(model, recipe, x, grouped)
 
 
-def test_a_single_weight_is_no_group():
-    compiled, _ = step(nn.Linear(32, 32), "delayed", torch.randn(16, 32))
-    assert len(shared(graph_of(compiled))) == 1, "the weight and the input: both stand ready"
-    assert ops_of(compiled)["lowering.cast.default"] == 2, "and the gradient"
-    compiled, _ = step(nn.Sequential(nn.GELU(), nn.Linear(32, 32)), "delayed", torch.randn(16, 32))
-    assert shared(graph_of(compiled)) == []
-
-
 def test_different_paddings_are_different_groups():
     """Weights [20, 32] are the b of GEMMs with N = 20 in forward, those of [32, 20] in backward."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 20), nn.GELU(), nn.Linear(20, 32), nn.GELU()) for _ in range(2)))
@@ -84,16 +76,6 @@ def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
         assert [order[n] > first_gemm for n in launches] == [False, *[True] * (len(sizes) - 1)]
         results.append(numbers)
     assert_equal(*results)
-
-
-def test_inference_makes_one_copy_of_each_matrix_and_the_weights_in_one_launch():
-    compiled = fp8_compile(mlp(), "delayed", backend="aot_eager", weight_copies="save")
-    with torch.no_grad():
-        compiled(torch.randn(16, 64))
-    casts = [cast for n in graph_of(compiled).nodes if (cast := CastNode.read(n)) is not None]
-    assert {cast.orientations for cast in casts} == {(False,)}
-    shapes = sorted(sorted(tuple(m.meta["val"].shape) for m in cast.matrices) for cast in casts)
-    assert shapes == [[(16, 64)], [(16, 128)], [(64, 128), (128, 64)]]
 
 
 def planned(model, *inputs, **options):
@@ -154,17 +136,3 @@ def test_grouping_single_copies_changes_no_number(recipe):
 def test_what_a_layer_is(paths, expected):
     layers = layers_of(set(paths))
     assert [layers[path] for path in paths] == expected
-
-
-def test_launches_of_different_recipes_stand_at_their_first_cast():
-    """No gradient of x is wanted, so the first weight has one copy. grad_weight of layer 1 does not read its weight."""
-    model, x = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5))), torch.randn(16, 32)
-    assert planned(model, x) == [["0:input", "1:weight", "2:weight", "3:weight", "4:weight"]]
-    rules = {"[34]": "current", "1:grad_weight": None}
-    assert planned(model, x, rules=rules) == [["0:input", "1:weight", "2:weight"], ["3:weight", "4:weight"]]
-    plan = trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan launches").plan
-    (launch,) = (launch for launch in plan.launches if len(launch) > 1)
-    assert [str(c.tensor.name) for c in launch] == ["0:input", "0:weight", "2:weight"]
-    assert [c.at.module for c in launch] == ["0", "0", "2"]
-    assert plan.launches[0] is launch
-    assert all(c.is_first and not c.is_pinned for c in launch)

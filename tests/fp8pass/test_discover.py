@@ -1,14 +1,11 @@
 """Discovery: which matmuls there are, whose they are, and what their operands are."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8pass.graph.gemms import GraphContext, GraphInput, name_tensors
-from fp8pass.rewrite.discover import discover
+from fp8pass.graph.gemms import name_tensors
 from tests.support.joint import by_role, trace
 from tests.support.models import LlamaBlock, Net, mlp
 
@@ -128,13 +125,3 @@ def test_names_of_tensors():
     assert aliases == {"wk:input": "wq:input", "wv:input": "wq:input", "up:input": "gate:input"}
     assert len(names) == 4 + 7 + 7, "inputs, weights, gradients"
     assert len(set(map(str, names.values()))) == 18
-
-
-def test_inputs_that_nothing_is_known_of_are_no_weights():
-    joint = trace(mlp(), torch.randn(16, 64), recipe="current")
-    before = list(joint.graph.nodes)
-    sites = discover(joint.graph, GraphContext((), str))
-    assert {o.kind for s in sites for o in s.operands} == {"input", "grad_output"}
-    assert list(joint.graph.nodes) == before, "discovery reads only"
-    unknown = dataclasses.replace(joint.context, inputs=tuple(GraphInput(None, None, True) for _ in joint.context.inputs))
-    assert [o.kind for o in discover(joint.graph, unknown)[0].operands] == ["weight", "weight"]

@@ -295,17 +295,6 @@ def test_what_is_eager_in_each_second_call_alone_is_said():
     assert "1 module runs eagerly" in text
 
 
-def test_a_second_model_meets_the_limit_of_the_first_ones_code():
-    first, second = Behind(), Behind()
-    one, two = make(first), make(second)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for first.turn in range(2):
-            said_in(one, 1)
-        second.turn = 7
-        (text,) = said_in(two)
-    assert "head (recompile limit" in text
-
-
 def with_a_reason():
     model = Model()
     model.head.forward = torch.compiler.disable(model.head.forward, reason="it is exact")
@@ -525,14 +514,6 @@ def test_modules_with_hooks_of_the_users_run_as_they_did():
     said_in(compiled)
     assert not inspect(compiled).ran_eagerly
     assert model.never not in calls
-
-
-def test_a_compiled_module_within_another_one_is_its_own_matter():
-    model = InLoop()
-    make(model.block, "in place")
-    compiled = make(model)
-    (text,) = said_in(compiled, 2) or ("",)
-    assert "block" not in text.partition("eagerly")[2].partition("(")[0]
 
 
 # -- watching leaves no trace

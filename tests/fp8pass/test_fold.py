@@ -64,20 +64,6 @@ def test_casts_and_gemms_of_elements():
         assert torch.equal(made.float(), other.float())
 
 
-def test_what_is_left_alone():
-    """A scalar, a row of a matrix, an element counted from the end, and an element for what is not ours."""
-    x, scales, stack, single = torch.randn(16, 16), torch.tensor([4.0, 2.0]), torch.ones(2, 1), torch.tensor(8.0)
-    graph, (a, s, m, one) = graph_of(x, scales, stack, single)
-    row, last, read_twice = element(graph, m, 0), element(graph, s, -1), element(graph, s, 0)
-    casts = [graph.call_function(ops.cast.default, ([a], [scale], E4M3)) for scale in (one, row, last, read_twice)]
-    product = graph.call_function(aten.mul.Tensor, (a, read_twice))
-    graph.output((*casts, product))
-    fold_elements(graph)
-    assert [c.kwargs for c in casts] == [{}, {}, {}, {"scales_index": [0]}]
-    assert set(graph.find_nodes(op="call_function", target=aten.select.int)) == {row, last, read_twice}
-    assert product.args == (a, read_twice)
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_training_is_the_same_without_it_and_backward_gets_fewer_inputs(recipe):
     model, x = LlamaBlock(64, 128, 2), torch.randn(1, 16, 64)

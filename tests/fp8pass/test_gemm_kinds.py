@@ -1,11 +1,8 @@
 """Kinds: which operations multiply matrices, which have an FP8 counterpart, where operands and addends are."""
 
-import operator
-
 import pytest
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.graph import gemms
 from tests.support.cases import each
@@ -21,12 +18,6 @@ def custom():
         library.define(schema)
     yield torch.ops.kinds_of_others
     library._destroy()
-
-
-def node_of(function, *shapes, mode="fake"):
-    graph = make_fx(function, tracing_mode=mode)(*(torch.randn(s) for s in shapes)).graph
-    (result,) = graph.find_nodes(op="output")[0].args
-    return result
 
 
 SCALED = (torch.ops.lowering.scaled_mm.default, torch.ops.lowering.scaled_mm_blockwise.default)
@@ -52,44 +43,6 @@ def test_operations_of_others_count_by_whole_words_and_only_calls(custom):
     found = [gemms.is_matmul(graph.call_function(t.default, ())) for t in (custom.my_gemm, custom.gemmology, custom.linear)]
     assert found == [True, False, True]
     assert not gemms.is_matmul(graph.placeholder("mm"))
-
-
-COUNTERPARTS = {
-    "mm": (lambda a, b: torch.mm(a, b), [(4, 6), (6, 8)], True),
-    "addmm": (lambda c, a, b: torch.addmm(c, a, b), [(8,), (4, 6), (6, 8)], True),
-    "bmm of one": (lambda a, b: torch.bmm(a, b), [(1, 4, 6), (1, 6, 8)], True),
-    "bmm of two": (lambda a, b: torch.bmm(a, b), [(2, 4, 6), (2, 6, 8)], False),
-    "bmm of none": (lambda a, b: torch.bmm(a, b), [(0, 4, 6), (0, 6, 8)], False),
-    "baddbmm of one": (lambda c, a, b: torch.baddbmm(c, a, b), [(1, 4, 8), (1, 4, 6), (1, 6, 8)], False),
-    "something else": (lambda a, b: a @ b[0], [(4, 6), (8, 6)], False),
-}
-
-
-@each("case", COUNTERPARTS)
-def test_what_an_fp8_gemm_takes_the_place_of(case):
-    function, shapes, expected = COUNTERPARTS[case]
-    assert gemms.has_fp8_counterpart(node_of(function, *shapes)) == expected
-    if case == "bmm of two":
-        assert not gemms.is_batch_of_one(node_of(function, *shapes, mode="symbolic")), "of unknown size"
-
-
-OPERANDS = {
-    "mm": (lambda a, b: torch.mm(a, b), [(4, 6), (6, 8)], ["a", "b"], None),
-    "addmm": (lambda c, a, b: torch.addmm(c, a, b), [(8,), (4, 6), (6, 8)], ["a", "b"], "c"),
-    "bmm": (lambda a, b: torch.bmm(a, b), [(2, 4, 6), (2, 6, 8)], ["a", "b"], None),
-    "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b), [(2, 4, 8), (2, 4, 6), (2, 6, 8)], ["a", "b"], "c"),
-    "addmm of a transpose": (lambda c, a, b: torch.addmm(c, a, b.t()), [(8,), (4, 6), (8, 6)], ["a", "t"], "c"),
-    "mm of one matrix": (lambda a: torch.mm(a, a), [(4, 4)], ["a", "a"], None),
-}
-
-
-@each("case", OPERANDS)
-def test_operands_and_addends(case):
-    function, shapes, operands, addend = OPERANDS[case]
-    node = node_of(function, *shapes)
-    assert [n.name.removesuffix("_1") for n in gemms.operands_of(node)] == operands
-    found = gemms.addend_of(node)
-    assert (None if found is None else found.name.removesuffix("_1")) == addend
 
 
 def test_operands_of_an_operation_of_others(custom):
@@ -133,21 +86,3 @@ def test_forms_of_grouped_gemms(case):
     assert gemms.sizes_of(node) == sizes
     assert gemms.num_groups(node) == groups
     assert (gemms.offs_of(node) is not None) == has_offs
-
-
-def test_both_products_of_a_pair_of_gradients():
-    """transformers' backward of its loop over the experts: its outputs are the GEMMs, not the operation."""
-    pytest.importorskip("transformers.integrations.moe")
-    graph = fx.Graph()
-    x, w, offs, dy = (graph.placeholder(name) for name in ("x", "w", "offs", "dy"))
-    for node, shape in ((x, (S, 16)), (w, (E, 16, 32)), (offs, (E,)), (dy, (S, 32))):
-        node.meta["val"] = torch.empty(shape)
-    pair = graph.call_function(torch.ops.transformers.grouped_mm_fallback_backward.default, (x, w, offs, dy))
-    dx, dw = (graph.call_function(operator.getitem, (pair, i)) for i in range(2))
-    dx.meta["val"], dw.meta["val"] = torch.empty(S, 16), torch.empty(E, 16, 32)
-    assert [gemms.is_matmul(n) for n in (pair, dx, dw)] == [False, True, True]
-    assert [gemms.operands_of(n) for n in (dx, dw)] == [(dy, w), (x, dy)]
-    assert [gemms.sizes_of(n) for n in (dx, dw)] == [(S, 16, 32), (16, 32, S)]
-    assert [gemms.form_of(n) for n in (dx, dw)] == [gemms.Form.ROWS, gemms.Form.SUMS]
-    assert [gemms.num_groups(n) for n in (dx, dw)] == [E, E]
-    assert [gemms.operation_of(n) for n in (pair, dx)] == [pair, pair]

@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.graph.values import MatrixValue, depends_on, made_only_of, permutation, resolve, same_size
+from fp8pass.graph.values import resolve
 from tests.support.cases import each
 
 prims = torch.ops.prims
@@ -85,74 +85,3 @@ def test_casts_from_other_dtypes_are_not_seen_through(dtype):
     value, _ = resolve(operand)
     assert value.root is given["x"]
     assert value.dtype is torch.float16
-
-
-def test_casts_to_another_device_and_batches_of_one():
-    _, operand = traced(lambda x: torch.ops.aten._to_copy(x, dtype=torch.bfloat16, device="meta"), (4, 6))
-    assert resolve(operand)[0].root is operand
-    given, operand = traced(lambda x: x.transpose(1, 2), (1, 4, 6))
-    value, transposed = resolve(operand)
-    assert (value.root, value.rows, value.cols, transposed) == (given["x"], 4, 6, True)
-    given, operand = traced(lambda x: x.transpose(1, 2), (2, 4, 6))
-    value, transposed = resolve(operand)
-    assert (value.root, value.rows, value.cols, transposed) == (operand, 6, 4, False)
-    _, operand = traced(lambda x: x.view(8, 6).t(), (2, 4, 6))
-    value, transposed = resolve(operand)
-    assert transposed
-    assert value.reshape is operand.args[0]
-    _, operand = traced(lambda x: x.t(), (4, 6))
-    assert resolve(operand)[0].reshape is None
-
-
-def test_equal_values():
-    given, _ = traced(lambda x, y: x.view(8, 3) @ y, (4, 6), (3, 5))
-    x, y = given["x"], given["y"]
-    value = MatrixValue(x, 8, 3, reshape=y)
-    assert value == MatrixValue(x, 8, 3)
-    assert hash(value) == hash(MatrixValue(x, 8, 3))
-    assert value != MatrixValue(x, 3, 8)
-    assert value != MatrixValue(y, 8, 3)
-    assert value != x
-
-
-def test_symbolic_sizes_are_compared_without_a_guard():
-    given, operand = traced(lambda x: x.view(x.shape[0] * 2, -1).t(), (4, 6), mode="symbolic")
-    x = given["x"].meta["val"]
-    shape_env = x.fake_mode.shape_env
-    before = len(shape_env.guards)
-    value, transposed = resolve(operand)
-    assert (value.root, transposed) == (given["x"], True)
-    assert same_size(value.rows, x.shape[0] * 2)
-    assert not same_size(x.shape[0], x.shape[1])
-    assert not same_size(x.shape[0], 4)
-    assert value == MatrixValue(given["x"], x.shape[0] * 2, value.cols)
-    assert value != MatrixValue(given["x"], x.shape[0], x.shape[1])
-    assert len(shape_env.guards) == before
-
-
-def test_permutations():
-    functions = {
-        lambda x: x.permute(2, 0, 1): [2, 0, 1],
-        lambda x: x.permute(-1, 0, -2): [2, 0, 1],
-        lambda x: x.transpose(0, -1): [2, 1, 0],
-        lambda x: x.transpose(1, 1): [0, 1, 2],
-        lambda x: x.view(8, 6): None,
-    }
-    assert [permutation(traced(function, (2, 4, 6))[1]) for function in functions] == list(functions.values())
-
-
-def test_what_depends_on_a_node_and_what_is_made_of_nodes_alone():
-    def function(w, x):
-        merged = (w * 2).t()
-        return merged, torch.mm(x, merged), torch.arange(6), torch.arange(6) + x[0]
-
-    graph = make_fx(function, tracing_mode="fake")(torch.randn(6, 6), torch.randn(4, 6)).graph
-    w, x = graph.find_nodes(op="placeholder")
-    named = {str(n.target): n for n in graph.nodes if n.op == "call_function"}
-    merged, product = named["aten.t.default"], named["aten.mm.default"]
-    assert depends_on(graph, {w}) == {w, named["aten.mul.Tensor"], merged, product, *graph.find_nodes(op="output")}
-    assert made_only_of(graph, {w}) == {w, named["aten.mul.Tensor"], merged}
-    constants = {n for n in graph.nodes if "arange" in str(n.target)}
-    assert len(constants) == 2
-    assert not constants & made_only_of(graph, {w, x}), "what is made of nothing is not made of the seeds"
-    assert product in made_only_of(graph, {w, x})

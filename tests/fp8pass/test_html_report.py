@@ -4,8 +4,6 @@ import dataclasses
 import html.parser
 import json
 import re
-import shutil
-import types
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect, monitor, state
 from fp8pass.tools.page import _thinned
-from fp8pass.tools.page import page as make_page
-from fp8pass.tools.picture import layer_of, pictures
+from fp8pass.tools.picture import pictures
 from tests.support.models import LlamaBlock, Stack, mlp
 
 NAUGHTY = '<img src=x onerror="document.title=1">&'
@@ -171,18 +168,6 @@ def test_the_picture_marks_fp8(compiled):
             assert all(0 <= x <= picture.width for curve in curves for x in curve[::2])
 
 
-def test_the_layer_that_is_drawn():
-    gemm = inspect_of(mlp(16, 32, 16)).gemms[0]
-    path = gemm.path
-
-    def at(*belows):
-        return [dataclasses.replace(gemm, path=dataclasses.replace(path, below=below)) for below in belows]
-
-    assert layer_of(at("stem", "layers.3.a", "layers.3.b", "layers.4.a", "other.0.a")) == "layers.3"
-    assert layer_of(at("0", "2")) == ""
-    assert layer_of([]) == ""
-
-
 def inspect_of(model):
     compiled = fp8_compile(model, "current", backend="aot_eager")
     compiled(torch.randn(16, 16)).sum().backward()
@@ -201,25 +186,6 @@ def test_names_are_escaped_everywhere(tmp_path):
     assert text.count("</script>") == 1
     assert "&lt;img" in text
     assert text.count("\\u003cimg") >= 1
-
-
-def test_a_model_of_200_layers(compiled, measured):
-    """Its records, its state and its numbers: compiling one takes minutes."""
-    report = inspect(compiled)
-
-    def repeated(records, name):
-        layer = [r for r in records if getattr(r, name).startswith("layers.0.")]
-        return [dataclasses.replace(r, **{name: getattr(r, name).replace("0", str(i), 1)}) for i in range(200) for r in layer]
-
-    many, numbers = repeated(report.gemms, "module"), repeated(measured.tensors, "name")
-    history = torch.rand(1024) + 0.5
-    histories = types.SimpleNamespace(
-        tensors=[t.name for t in numbers], amax_history=lambda name: history, scale=lambda name: torch.tensor(3.0)
-    )
-    text = make_page(dataclasses.replace(report, gemms=many), histories, dataclasses.replace(measured, tensors=tuple(numbers)))
-    assert len(many) == 4200
-    assert len(numbers) == 3600
-    assert 500_000 < len(text.encode()) < 3_000_000
 
 
 def test_numbers_of_a_monitor(compiled, measured, tmp_path):
@@ -251,91 +217,3 @@ def test_long_histories_are_thinned_by_their_maxima():
     assert thin.count(9.0) == 1
     assert _thinned([3.0, 1.0]) == [3.0, 1.0]
     assert _thinned([]) == []
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Debian's Chromium, driven by Playwright."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def shown(browser, page):
-    context = browser.new_context(viewport={"width": 390, "height": 800})
-    opened = context.new_page()
-    problems = []
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda message: problems.append(message.text))
-    opened.goto(page.as_uri())
-    yield opened
-    context.close()
-    assert problems == []
-
-
-def visible(page, column):
-    script = f"""[...document.querySelectorAll('#gemms tbody tr')].filter(r => !r.hidden)
-        .map(r => r.cells[{column}].textContent.trim())"""
-    return page.evaluate(script)
-
-
-def test_filtering(shown, compiled):
-    gemms = inspect(compiled).gemms
-    shown.fill("#module", "layers.*.wq")
-    assert visible(shown, 0) == [g.module for g in gemms if g.module.endswith(".wq")]
-    shown.select_option("#role", "output")
-    assert visible(shown, 0) == ["layers.0.wq", "layers.1.wq"]
-    shown.select_option("#where", "h")
-    assert visible(shown, 0) == ["layers.1.wq"]
-    assert shown.text_content("#count") == f"1 of {len(gemms)} GEMMs"
-    for awkward in ("(", "[0]", "\\", "+"):
-        shown.fill("#module", awkward)
-        assert visible(shown, 0) == []
-    shown.fill("#module", "")
-    shown.select_option("#role", "")
-    shown.select_option("#where", "")
-    assert len(visible(shown, 0)) == len(gemms)
-
-
-def test_sorting(browser, page):
-    shown = browser.new_page(viewport={"width": 1200, "height": 800})
-    shown.goto(page.as_uri())
-    shown.click("#gemms th:nth-child(1) button")
-    modules = visible(shown, 0)
-    assert modules == sorted(modules)
-    shown.click("#gemms th:nth-child(6) button")
-    speedups = [s for s in visible(shown, 5) if s]
-    assert speedups == sorted(speedups, key=float)
-    shown.click("#gemms th:nth-child(6) button")
-    assert visible(shown, 5)[: len(speedups)] == sorted(speedups, key=float, reverse=True)
-    assert visible(shown, 5)[-1] == ""  # what has none stays last
-    assert shown.get_attribute("#gemms th:nth-child(6)", "aria-sort") == "descending"
-    shown.close()
-
-
-def test_the_switch_of_the_theme_and_a_narrow_window(shown):
-    colour = "getComputedStyle(document.body).backgroundColor"
-    light = shown.evaluate(colour)
-    shown.click("#theme")
-    shown.click("#theme")
-    assert shown.text_content("#theme") == "theme: dark"
-    assert shown.evaluate(colour) != light
-    shown.emulate_media(media="print")
-    assert shown.evaluate(colour) == "rgb(255, 255, 255)"
-    shown.emulate_media(media="screen", color_scheme="dark")
-    shown.click("#theme")
-    assert shown.evaluate(colour) != light
-    assert shown.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-def test_choosing_a_picture_and_pointing_at_a_cell(shown):
-    shown.select_option("#picture", "backward, after")
-    assert shown.locator(".picture:not([hidden]) h3").text_content().startswith("backward, after")
-    shown.locator("svg.heat >> nth=0").locator("rect").first.hover(force=True)
-    assert shown.text_content("#cell") == "layers.0  wq:output  delayed"

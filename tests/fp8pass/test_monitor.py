@@ -71,25 +71,6 @@ def test_training_is_the_same_and_nothing_compiles_again(recipe):
     assert watching.latest.step == 15
 
 
-def test_other_steps_run_the_same_code_object(monkeypatch):
-    model = make_model()
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    train(model, compiled, 2)
-    session = compiled._fp8pass_session
-    (usual,) = session.every_graph
-    seen = []
-    with monitor(compiled, every=3):
-        for step in range(2, 8):
-            train(model, compiled, 1, first=step)
-            seen.append(session.key.watch is not None)
-    assert session.monitor is None
-    assert len(session.every_graph) == 2
-    measured = next(graph for graph in session.every_graph if graph is not usual)
-    assert not usual.extra_inputs
-    assert len(measured.extra_inputs) == 2
-    assert usual.forward.restore().find_nodes(op="call_function", target=torch.ops.lowering.record_statistics.default) == []
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "current", MXFP8BlockScaling()], ids=["delayed", "current", "mxfp8"])
 def test_numbers_are_those_of_the_tensors(recipe):
     """Inputs, weights and gradients of each linear, taken by hooks, and quantized here."""

@@ -4,20 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8pass import DelayedScaling, Float8BlockScaling
 from fp8pass.errors import ReasonKind
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.plan import Plan, Rewritten, make_plan
-from fp8pass.rewrite.runner import CapacityExceeded
 from fp8pass.rules import parse_rules
-from fp8pass.schemes.copies import Copy, Layout
+from fp8pass.schemes.copies import Copy
 from lowering.formats import E4M3, E5M2, Granularity
-from tests.support.joint import decisions, trace
+from tests.support.joint import trace
 from tests.support.models import mlp
 
 A, B, C = (16, 32), (32, 48), (48,)
@@ -81,73 +80,6 @@ def test_only_recipes_that_keep_state_care_where_it_is():
         assert str(decision.reason) == f"device: on cpu; the amax histories of this graph are on {device}"
     for recipe, device in (("current", torch.device("cuda", 0)), ("current", None), ("delayed", torch.device("cpu"))):
         assert make_plan(sites, parse_rules(recipe, None), device).decisions[0].reason is None
-
-
-def test_copies_lie_along_k_of_their_gemms():
-    """x [16, 64] and w [128, 64]: y = x w.T sums over 64, gx = gy w over 128, gw = gy.T x over 16."""
-    found = decisions(trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan GEMMs"))
-    copies = {key: [(c.tensor.name.kind, c.columnwise, c.tensor.dtype) for c in d.copies] for key, d in found.items()}
-    for module in ("0", "2"):
-        assert copies[module, "output"] == [("input", False, E4M3), ("weight", False, E4M3)]
-        assert copies[module, "grad_input"] == [("grad_output", False, E5M2), ("weight", True, E4M3)]
-        assert copies[module, "grad_weight"] == [("grad_output", True, E5M2), ("input", True, E4M3)]
-
-
-def test_tensors_in_order_of_first_use_and_under_two_recipes():
-    plan = trace(mlp(), torch.randn(16, 64)).run("plan GEMMs").plan
-    (recipe,) = {d.recipe for d in plan.decisions}
-    names = ["0:input", "0:weight", "2:input", "2:weight", "2:grad_output", "0:grad_output"]
-    assert [str(n) for n in plan.slot_names(recipe)] == names
-    assert [str(t.name) for t in plan.tensors_of(recipe)] == names
-    assert plan.tensors_of(Float8CurrentScaling()) == []
-    needed = {str(t.name): [c.columnwise for c in copies] for t, copies in plan.copies.items()}
-    assert needed["2:weight"] == needed["2:input"] == needed["2:grad_output"] == [False, True], "rowwise first"
-    assert (needed["0:weight"], needed["0:input"]) == ([False], [False, True]), "nobody wants the gradient of the input"
-    assert needed["0:grad_output"] == [True]
-    current = Float8CurrentScaling()
-    model, x = mlp(), torch.randn(16, 64)
-    plan = trace(model, x, recipe="delayed", rules={"2:grad_input": current}).run("plan GEMMs").plan
-    names = [str(t.name) for t in plan.tensors_of(current)]
-    assert names == ["2:grad_output", "2:weight"]
-    assert names[1] in [str(t.name) for t in plan.tensors_of(DelayedScaling())]
-    assert len(plan.copies) == 6 + 2
-
-
-def test_padding_of_the_outer_dimension():
-    """Both copies of the weight [20, 50] are the b of a GEMM, with N = 20 and N = 50; so is the input's columnwise one."""
-    model = nn.Linear(50, 20, bias=False)
-    plan = trace(model, torch.randn(33, 50, requires_grad=True)).run("plan GEMMs").plan
-    layouts = {(c.tensor.name.kind, c.columnwise): layout for c, layout in plan.layouts.items()}
-    assert layouts == {
-        ("input", False): Layout(False, False),
-        ("input", True): Layout(True, True),
-        ("weight", False): Layout(False, True),
-        ("weight", True): Layout(True, True),
-        ("grad_output", False): Layout(False, False),
-        ("grad_output", True): Layout(True, False),
-    }
-    aligned = trace(nn.Linear(48, 32), torch.randn(33, 48, requires_grad=True)).run("plan GEMMs").plan
-    assert not any(layout.pads_outer for layout in aligned.layouts.values())
-    a, b = torch.randn(16, 32), torch.randn(32, 48)
-    torch._dynamo.mark_dynamic(b, 1)
-    plan = trace(torch.mm, a, b).run("plan GEMMs").plan
-    (decision,) = plan.rewritten
-    assert not isinstance(decision.site.n, int)
-    assert plan.layouts == dict(zip(decision.copies, (Layout(False, False), Layout(True, True)), strict=True))
-
-
-def test_more_tensors_than_placeholders_hold_ask_for_another_compilation():
-    joint = trace(mlp(), torch.randn(16, 64))
-    (recipe,) = joint.state
-    slots = joint.state[recipe].slots.meta
-    with slots["val"].fake_mode:
-        slots["val"] = torch.empty(5, dtype=torch.int64)
-    with pytest.raises(CapacityExceeded) as raised:
-        joint.run("plan GEMMs")
-    assert raised.value.needed == 9, "six, and up to three before them, where a window begins at a multiple of four"
-    with slots["val"].fake_mode:
-        slots["val"] = torch.empty(9, dtype=torch.int64)
-    assert len(joint.run("plan GEMMs").plan.copies) == 6
 
 
 def test_one_value_in_two_formats_has_two_names():

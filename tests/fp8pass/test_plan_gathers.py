@@ -233,15 +233,6 @@ def test_what_is_gathered_again_in_backward_is_gathered_in_fp8(recipe):
 # -- the graph
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", TILES], ids=str)
-def test_a_second_run_changes_nothing(recipe):
-    joint = trace(shared(), torch.randn(128, 32), recipe=recipe)
-    joint.run()
-    once = [(n.name, n.target, str(n.args)) for n in joint.graph.nodes]
-    assert not any(g.reason is None for g in joint.run().plan.gathers)
-    assert [(n.name, n.target, str(n.args)) for n in joint.graph.nodes] == once
-
-
 def shared(*dims):
     """Two linears that gather the same rows, as DTensor does."""
     q, k = (Gathering(dim=dim, bias=False) for dim in dims or (0, 0))
@@ -270,21 +261,6 @@ def test_gathers_that_differ_are_not_merged():
     _, second = gathers.waits(joint.graph)
     second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert gathers.equal_gathers(joint.graph) == {}
-
-
-def test_reading_a_gather():
-    graph = trace(Gathering(dim=1), torch.randn(2, 16, 32), recipe="current").graph
-    (wait,) = gathers.waits(graph)
-    found = gathers.Gather.read(wait, lambda group: group == "another")
-    assert (found.wait, found.collective, found.num_ranks, found.shares_scales) == (wait, wait.args[0], 2, False)
-    assert tuple(found.source.meta["val"].shape) == (2, 16, 32)
-    cursor = Cursor.start(graph).at(wait, backward=False)
-    matrix = found.shard_as_matrix(cursor)
-    assert tuple(matrix.meta["val"].shape) == (32, 32)
-    sent = found.send(cursor, cursor.call(aten.view.dtype, matrix, torch.uint8))
-    assert (sent.target, tuple(sent.meta["val"].shape)) == (c10d.wait_tensor.default, (64, 128))
-    assert sent.args[0].args[1:] == wait.args[0].args[1:]
-    assert {n.meta["recompute"] for n in (sent, sent.args[0])} == {CheckpointPolicy.MUST_SAVE}
 
 
 def test_the_largest_of_all_ranks():

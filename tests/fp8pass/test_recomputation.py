@@ -169,17 +169,6 @@ def first_run():
     return FirstRun({}, True, frozenset(), None, True)
 
 
-def test_a_run_is_that_of_its_instance_where_two_read_the_same_memory():
-    runs, tensors, known = FirstRuns(), [torch.zeros(4) for _ in range(2)], {}
-    for i, x in enumerate(tensors):
-        for instance in "qk":
-            known[i, instance] = first_run()
-            runs.add([x], instance, known[i, instance])
-    for i, x in enumerate(tensors):  # as in 1F1B, the oldest first
-        for instance in "kq":
-            assert runs.take([x], instance) is known[i, instance]
-
-
 def test_other_tensors_at_the_same_address_repeat_no_run():
     """A recomputation reads a copy, which may lie where an earlier step's did."""
     memory = numpy.zeros(96, dtype=numpy.float32)  # given to one tensor after the other, as an allocator does

@@ -23,30 +23,6 @@ def gathered(function, rows=ROWS, cols=COLS, mode="fake"):
     return wait, result
 
 
-def test_what_an_all_gather_made():
-    for function in (lambda g: g, lambda g: g.t(), lambda g: torch.cat(g.split(16), 1), lambda g: g[:4].unsqueeze(0)):
-        assert gathers.is_gathered(gathered(function)[1])
-    for function in (lambda g: g * 1, lambda g: g.bfloat16(), lambda g: g.t().sum(0)):
-        assert not gathers.is_gathered(gathered(function)[1])
-    graph = make_fx(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", "group")).t(), tracing_mode="fake")(
-        torch.ones(2, 2)
-    ).graph
-    assert not any(gathers.is_gathered(n) for n in graph.nodes)
-
-
-def test_the_node_of_whose_elements_another_consists():
-    def origin(function):
-        wait, result = gathered(function)
-        found = gathers.origins(wait.graph)
-        assert found[wait] is wait
-        return "the gather" if found[result] is wait else found[result]
-
-    assert origin(lambda g: torch.cat([g[:8], g.t().t()])) == "the gather"
-    assert origin(lambda g: torch.cat([g[:8], g * 1])) is None
-    assert origin(lambda g: (g * 1).t()).target is torch.ops.aten.mul.Tensor
-    assert origin(lambda g: g.to(torch.bfloat16)).target is torch.ops.aten._to_copy.default
-
-
 # function of g[32, 6] -> whether rows stay whole, and whether every 4 rows that follow each other stay together
 MOVES = {
     "nothing": (lambda g: g, True, True),
@@ -129,20 +105,3 @@ def test_moves_repeated_on_scales(case, height):
     moved = run(result, build, scales)
     assert moved.equal(expected)
     assert list(moved.shape) == gathers.scale_shape(result, height, width)
-
-
-def test_a_move_that_two_results_share_is_made_once():
-    wait, result = gathered(lambda g: torch.cat([g.t().clone(), g.t()]))
-    made = []
-
-    def call(target, *args, **kwargs):
-        made.append(target)
-        return wait.graph.call_function(target, args, kwargs)
-
-    inner = result.all_input_nodes[1]
-    done = {wait: wait}
-    gathers.replay(result, done, call)
-    assert len(made) == len(set(done)) - 1
-    before = len(made)
-    assert gathers.replay(inner, done, call) is done[inner]
-    assert len(made) == before

@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.models import LlamaBlock
@@ -612,18 +612,6 @@ def test_autocast_and_in_place():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@quiet
-def test_graph_breaks_leave_each_graph_its_own_values():
-    def broken(m, x):
-        x = m.first(x)
-        torch._dynamo.graph_break()
-        return m.second(x)
-
-    model = Net(broken, first=mlp(128, 512, 128), second=mlp(128, 512, 128))
-    compiled, _ = step(model, None, torch.randn(64, 128))
-    assert [sum(v.quantized for v in graph.saved) for graph in inspect(compiled).graphs if graph.trains] == [1, 1]
-
-
 def test_torchs_own_pass_is_refused():
     given = {"post_grad_fusion_options": {"activation_quantization_aten_pass": {"quant_type": "torch.float8_e5m2"}}}
     with torch._inductor.config.patch(given), pytest.raises(OptionError, match="activation_quantization_aten_pass"):
@@ -746,16 +734,6 @@ def misplaced(forward, applied):
         lambda: user.replace_input_with(made.scale_input, made.loaded),
     )
     yield lambda: meta.update(val=scale_value), lambda: meta.update(val=data_value)
-
-
-def test_every_node_of_the_backward_reads_the_copy():
-    compiled, _ = step(block(), "current")
-    (graph,) = inspect(compiled).graphs
-    saves, loads = called(graph.forward, ops.save_activation), called(graph.backward, ops.load_activation)
-    results = {n for n in graph.forward.graph.output_node().args[0] if isinstance(n, fx.Node)}
-    assert len(loads) == len(saves) == len(in_fp8(compiled))
-    assert all(n.op == "placeholder" for load in loads for n in load.all_input_nodes)
-    assert all(set(save.users) <= results for save in saves)
 
 
 def test_the_table_and_the_page_have_saved_values_and_the_estimate_a_column(tmp_path):

@@ -611,12 +611,6 @@ def test_the_reason_says_how_to_overrule_it_and_that_works(make, argument, modul
     assert kinds(make(), argument(), rules=dict.fromkeys(patterns, "current"))[module] == "fp8"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
-def test_every_recipe_leaves_the_same(recipe):
-    assert kinds(Mixture(grouped_sigmoid), tokens_in(), recipe=recipe) == {"gate": "routing", "inner": "fp8"}
-    assert kinds(tied(), sentence(), recipe=recipe) == {"inner": "fp8", "projection": "head"}
-
-
 def test_the_rule_that_a_reason_proposes_matches_equal_layers_and_not_every_module():
     def block():
         return nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64))

@@ -11,11 +11,10 @@ from torch import fx, nn
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, suggest_rules
 from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
-from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
 from fp8pass.tools.probe import Rounding, StepPasses, product_error, restorer
 from fp8pass.tools.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
-from lowering.formats import E4M3, Granularity
+from lowering.formats import E4M3
 from tests.support.fp8 import rounded
 from tests.support.models import Decoder, mlp
 
@@ -372,31 +371,6 @@ def roundings(recipe, role, kinds):
     value = MatrixValue(fx.Graph().placeholder("x"), 1, 1)
     made = (Operand(value, t, kind) for kind, t in zip(kinds, transposed, strict=True))
     return [Rounding(recipe.quantization(operand, role), operand.kind, recipe) for operand in made]
-
-
-def test_one_scale_of_a_batch_loses_its_smallest_matrix():
-    """Four inputs of magnitudes 1 to 1e6: nothing is left of the first one, which scales of their own would keep."""
-    x = torch.randn(4, 32, 64) * MAGNITUDES[:, None, None]
-    recipe = parse_rules("current", None).default
-    (batch, weight) = roundings(recipe, "output", ("input", "weight"))
-    errors = {r.kind: ((r(x) - x).norm(dim=(1, 2)) / x.norm(dim=(1, 2)))[0] for r in (batch, weight)}
-    assert errors["input"] == 1
-    assert errors["weight"] < 0.05
-
-
-@pytest.mark.parametrize("granularity", [g for g in Granularity if g is not Granularity.TENSOR_WISE])
-def test_rounding_is_that_of_blocks_by_hand(granularity):
-    """Powers of two as scales: each block alone, in float64."""
-    x = torch.randn(130, 200) * torch.logspace(-3, 3, 200)
-    rows, cols = granularity.block or (1, 200)
-    quantization = Quantization(dtype=E4M3, granularity=granularity, power_of_2=True)
-    found = Rounding(quantization, "input", parse_rules("current", None).default)(x)
-    for i in range(0, 130, rows):
-        for j in range(0, 200, cols):
-            block = x[i : i + rows, j : j + cols].double()
-            scale = 2.0 ** np.floor(np.log2(448 / block.abs().max().item()))
-            expected = (block * scale).float().to(torch.float8_e4m3fn).double() / scale
-            assert torch.equal(found[i : i + rows, j : j + cols].double(), expected)
 
 
 # -- saved values

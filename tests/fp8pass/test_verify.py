@@ -276,16 +276,6 @@ def test_inference_records_nothing():
 # -- what the plan says of arguments
 
 
-def test_another_argument():
-    """Others are among the mutations; here is the message."""
-    work = traced("current").run("fold elements")
-    check(work)
-    node = calls(work.graph, ops.scales_from_amax.default)[0]
-    before = node.kwargs["epsilon"]
-    node.update_kwarg("epsilon", 0.5)
-    refused(work, f": a has epsilon=0.5, the plan says epsilon={before}")
-
-
 def test_strides_that_an_operation_does_not_give(work):
     node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
     made, *others = node.meta["val"]

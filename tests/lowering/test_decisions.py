@@ -1,7 +1,6 @@
 """The implementation of a GEMM is decided once for all of a kind, and anew for each that differs in what decides."""
 
 import logging
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -245,28 +244,6 @@ def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):
             assert grouped_gemm.scaled_grouped_mm(*each, **options).equal(groups.scaled_grouped_mm(*each, **options))
         assert grouped_gemm.scaled_grouped_mm(*operands()).shape == (16, N)
         assert len(found) == i
-
-
-def python_calls(function):
-    """The number of functions that a call of this one calls, in Python and in C."""
-    found = []
-    sys.setprofile(lambda frame, event, what: found.append(event) if event in ("call", "c_call") else None)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return len(found)
-
-
-def test_few_functions_are_called_for_a_gemm(on_gpu):
-    gemm.scaled_mm_blockwise(**USUAL)
-    with_library = python_calls(lambda: gemm.scaled_mm_blockwise(**USUAL))
-    on_gpu.fp8_gemm_nt = lambda *args, **options: None
-    gemm.DECISIONS.clear()
-    gemm.scaled_mm_blockwise(**USUAL)
-    alone = python_calls(lambda: gemm.scaled_mm_blockwise(**USUAL))
-    assert alone < with_library
-    assert alone <= 30
 
 
 class Kind(NamedTuple):

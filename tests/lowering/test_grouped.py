@@ -164,60 +164,6 @@ def test_stacks(pair):
         assert relative_error(out[g], expected) < SCALED_MM[torch.bfloat16]
 
 
-UNGROUPED = {
-    TENSOR: lambda x, dtype, columnwise: (
-        ops.cast([x], [torch.tensor(4.0)], dtype, **one_copy(columnwise=columnwise))[0],
-        torch.tensor(0.25),
-    ),
-    ROW: lambda x, dtype, columnwise: ops.cast_rowwise([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False)),
-    MX: lambda x, dtype, columnwise: ops.cast_mxfp8([x], dtype, **one_copy(columnwise=columnwise)),
-    ONE: lambda x, dtype, columnwise: ops.cast_blockwise(
-        [x], dtype, **one_copy(granularity=ONE, columnwise=columnwise, power_of_2=False)
-    ),
-    TWO: lambda x, dtype, columnwise: ops.cast_blockwise(
-        [x], dtype, **one_copy(granularity=TWO, columnwise=columnwise, power_of_2=False)
-    ),
-}
-
-
-def product(a, b, pair, out_dtype):
-    """The ungrouped GEMM of two copies and their scales, as graphs of dense models have it."""
-    (a, scale_a), (b, scale_b) = a, b
-    if pair[0] is TENSOR:
-        return ops.scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
-    if pair[0] is ROW:
-        return ops.scaled_mm_rowwise(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
-    if pair[0] is MX:
-        return ops.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
-    return ops.scaled_mm_blockwise(a, b.t(), scale_a, scale_b, **options(pair), out_dtype=out_dtype)
-
-
-@each("sizes", ROUTINGS)
-@each("pair", [(TENSOR, TENSOR), (ROW, ROW), (MX, MX), (ONE, TWO)])
-def test_a_layer_is_a_loop_over_the_experts(sizes, pair):
-    """Output, grad_input and grad_weight, bit for bit those of a loop that casts and multiplies every expert's slices."""
-    rows, k, n = sum(sizes), 96, 64
-    x, dy = with_tail(values(rows, k, dtype=torch.bfloat16)), with_tail(values(rows, n, seed=1, dtype=torch.bfloat16))
-    w, offs = values(len(sizes), n, k, seed=2, dtype=torch.bfloat16), offsets(sizes)
-    if pair[0] is TENSOR:  # one scale, 4
-        stack = [ops.cast([w], [torch.tensor(4.0)], E4M3, **one_copy(columnwise=c))[0] for c in (False, True)]
-        stack = [(q, torch.tensor(0.25)) for q in stack]
-    else:
-        stack = [cast_stack(w, pair[1], E4M3, columnwise=c) for c in (False, True)]
-    x_row, dy_row = cast_rows(x, pair[0], E4M3), cast_rows(dy, pair[0], E5M2)
-    x_col, dy_col = cast_columns(x, offs, pair[0], E4M3), cast_columns(dy, offs, pair[0], E5M2)
-    mm = lowering.scaled_grouped_mm
-    out = mm(x_row[0], stack[0][0].mT, x_row[1], stack[0][1], offs, **options(pair))
-    grad_input = mm(dy_row[0], stack[1][0].mT, dy_row[1], stack[1][1], offs, **options(pair))
-    grad_weight = mm(dy_col[0], x_col[0].t(), dy_col[1], x_col[1], offs, **options((pair[0], pair[0])))
-    for g, part in enumerate(groups(sizes)):
-        cast, cast_w = UNGROUPED[pair[0]], UNGROUPED[pair[1]]
-        same_bits(out[part], product(cast(x[part], E4M3, False), cast_w(w[g], E4M3, False), pair, torch.bfloat16))
-        same_bits(grad_input[part], product(cast(dy[part], E5M2, False), cast_w(w[g], E4M3, True), pair, torch.bfloat16))
-        operands = cast(dy[part], E5M2, True), cast(x[part], E4M3, True)
-        same_bits(grad_weight[g], product(*operands, (pair[0], pair[0]), torch.bfloat16))
-
-
 @pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
 @pytest.mark.parametrize("kind", [ROW, MX, ONE])
 def test_columns_of_a_group_are_those_of_its_cast(sizes, kind):

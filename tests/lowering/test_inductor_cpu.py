@@ -1,7 +1,6 @@
 """The operations under Inductor on the CPU, and arithmetic of the lowerings that needs no GPU's code."""
 
 import torch
-from torch._inductor import config, ir
 from torch._inductor.utils import run_and_get_code
 
 from lowering.formats import E4M3, E5M2
@@ -36,36 +35,6 @@ def test_on_the_cpu_operations_run_as_they_are():
             assert torch.equal(result.float(), wanted.float())
         assert torch.equal(staging, theirs)
         assert code.count("async_compile.cpp_pybinding(") == 1, "the three products are one kernel"
-
-
-@config.patch(fx_graph_cache=False)
-def test_calls_take_what_tracing_knew(monkeypatch):
-    """Fake tensors are computed again only where sizes are dynamic."""
-    register_lowerings()
-    again = []
-    original = ir.ExternKernel.process_kernel.__func__
-
-    def process_kernel(cls, kernel, *args, **kwargs):
-        again.append(kernel.overloadpacket.__name__)
-        return original(cls, kernel, *args, **kwargs)
-
-    def function(x, staging, slots, scale):
-        rowwise, columnwise, amax = ops.cast([x * 2], [scale], E4M3, columnwise=True, with_amax=True)
-        ops.record_amax(staging, slots, [amax], [1])
-        return rowwise, columnwise, ops.quantize((x * 3).t(), scale, E5M2), ops.cast([x.t() * 3], [scale], E4M3)[0]
-
-    x, scale, slots = torch.randn(48, 64), torch.tensor(2.0), torch.tensor([2, 0, 1])
-    ours, theirs = torch.zeros(3), torch.zeros(3)
-    expected = function(x, theirs, slots, scale)
-    monkeypatch.setattr(ir.ExternKernel, "process_kernel", classmethod(process_kernel))
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        for result, wanted in zip(torch.compile(function, dynamic=dynamic)(x, ours, slots, scale), expected, strict=True):
-            assert torch.equal(result.float(), wanted.float())
-            assert result.stride() == wanted.stride()
-        assert torch.equal(ours, theirs)
-        assert again == (["cast", "record_amax", "quantize", "cast"] if dynamic else [])
-        again.clear()
 
 
 def test_grouped_operations_equal_those_of_one_tensor():

@@ -50,12 +50,3 @@ def test_no_generated_kernel_transposes_what_a_row_kernel_stores(tmp_path):
     kernels = kernels_of(function, torch.zeros(2048, 1024, dtype=torch.bfloat16), torch.ones(()), folder=tmp_path)
     assert kernels
     assert not any(name.startswith("triton_poi") for name in kernels)
-
-
-def test_padded_and_current_scaling_kernels_compile(tmp_path):
-    def function(x, scale):
-        x = x * (x.amax(1, keepdim=True) > 0)
-        scales, _ = ops.scales_from_amax(ops.amax(x), E5M2)
-        return *ops.cast([x], [scale], E5M2, columnwise=True, with_amax=True), *ops.cast([x], [scales], E5M2, columnwise=True)
-
-    assert len(kernels_of(function, torch.zeros(50, 64), torch.ones(()), folder=tmp_path)) >= 4

@@ -8,10 +8,10 @@ import types
 import pytest
 import torch
 
-from benchmarks import catalogue, kernel_cost, kernel_limits
+from benchmarks import catalogue, kernel_limits
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.kernel_limits import ARCHS, Used
-from benchmarks.variants import Launch, compile_launch
+from benchmarks.variants import compile_launch
 from lowering import hardware
 from lowering.triton import limits
 from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
@@ -121,58 +121,9 @@ def test_nothing_else_is_launched():
     assert launched & functions == kernels
 
 
-def is_by_turns(position: str) -> bool:
-    """True for what takes turns in GEMMs, because no tile depends on it."""
-    return position in ("HAS_BIAS", "BLOCK_E")
-
-
-def tile_key(launch: Launch) -> tuple:
-    """`key_of`, of a GEMM without what takes turns."""
-    if "BLOCK_K" not in launch.arguments:
-        return catalogue.key_of(launch)
-    names = [p.name for p in launch.kernel.params if p.is_constexpr and not is_by_turns(p.name)]
-    return launch.kernel.__name__, *(repr(launch.arguments[name]) for name in names), *sorted(launch.options.items())
-
-
 @pytest.fixture(scope="module")
 def of_sm90() -> dict[catalogue.Key, list[catalogue.Configuration]]:
     return catalogue.configurations(itertools.chain(catalogue.casts(), catalogue.gemms()))
-
-
-@needs_triton
-def test_the_catalogue_has_what_other_tests_and_commands_launch(of_sm90):
-    """Examples of compile tests, and kernels whose cost is counted."""
-    from tests.lowering import test_kernels_compile as dense
-
-    launches = [launch for call in dense.CALLS.values() for launch in call()]
-    counted = kernel_cost.hand_written(kernel_cost._matrix(512, 256)).values()
-    launches += [launch for kernel in counted for launch in kernel.launches()]
-    known = {tile_key(each.launch) for variants in of_sm90.values() for each in variants}
-    assert {tile_key(launch) for launch in launches} - known == set()
-
-
-@needs_triton
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
-def test_the_catalogue_has_what_a_mixture_of_experts_launches(recipe, of_sm90, tmp_path):
-    from tests.lowering.test_ahead import foreseen_and_launched
-    from tests.support.moe import MoE
-
-    model, x = MoE(256, 128).bfloat16(), torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
-    _, found = foreseen_and_launched(model, x, recipe, tmp_path)
-    known = {tile_key(each.launch) for variants in of_sm90.values() for each in variants}
-    assert {tile_key(launch) for launch in found} - known == set()
-
-
-@needs_triton
-def test_flags_have_both_values(of_sm90):
-    """Constants that are flags have both, but for those that the launches of a kernel always give one value."""
-    seen: dict[str, set] = {}
-    for variants in of_sm90.values():
-        for parameter in variants[0].launch.kernel.params:
-            value = variants[0].launch.arguments[parameter.name]
-            if parameter.is_constexpr and isinstance(value, bool):
-                seen.setdefault(f"{variants[0].launch.kernel.__name__}.{parameter.name}", set()).add(value)
-    assert {name for name, values in seen.items() if len(values) == 1} == set()
 
 
 # -- what they take

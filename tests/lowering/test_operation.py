@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 
-from lowering.formats import Granularity
 from lowering.operation import NAMESPACE, Namespace
 
 CPU = torch.device("cpu")
@@ -102,25 +101,6 @@ def test_a_missing_fake_raises():
     NAMESPACE.require_fakes()
 
 
-def test_a_misspelt_fake_raises():
-    operation = define(scale)
-    with pytest.raises(AttributeError):
-
-        @operation.fakes
-        def _(x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    with pytest.raises(TypeError, match=r"the fake .* requests y; its arguments are x, factor, offset, bias"):
-
-        @operation.fake
-        def _(y: torch.Tensor) -> torch.Tensor:
-            return y
-
-    operation.fake(shape_of_scale)
-    with pytest.raises(ValueError, match="has a fake already"):
-        operation.fake(shape_of_scale)
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -203,43 +183,10 @@ def test_checks_run_before_the_computation_but_not_in_tracing():
         define(weighted, indexed=["scale"])
 
 
-def test_the_device_is_that_of_the_first_tensor():
-    operation = define(raise_to, mutates=["total"])
-    asked = []
-    operation.provider(lambda device: bool(asked.append(device)))(operation.reference)
-    operation(torch.zeros(2), [], [])
-    assert asked == [CPU]
-
-
-def test_members_of_an_enum_travel_as_values():
-    def name_length(x: torch.Tensor, *, granularity: str) -> torch.Tensor:
-        return x + len(granularity) if type(granularity) is str else x
-
-    operation = defined(name_length)
-
-    def call(x):
-        return operation(x, granularity=Granularity.ROW_WISE)
-
-    graphs = []
-    compiled = torch.compile(call, backend=lambda gm, inputs: graphs.append(gm) or gm, fullgraph=True)
-    assert call(torch.zeros(1)).item() == compiled(torch.zeros(1)).item() == len("row_wise")
-    (node,) = [n for n in graphs[0].graph.nodes if n.target is operation.overload]
-    assert type(node.kwargs["granularity"]) is str
-
-
 def test_the_step_boundary_of_the_cpu_is_the_providers():
     from lowering.state import update_scales_on_cpu
 
     assert NAMESPACE.operations["update_scales"].implementation(CPU) is update_scales_on_cpu
-
-
-def test_sizes_may_be_symbolic():
-    def ones(x: torch.Tensor, num_rows: int, factor: int = 1) -> torch.Tensor:
-        return x.new_ones(num_rows)
-
-    made = define(ones, sizes=["num_rows"])
-    assert "SymInt num_rows, int factor" in str(made.overload._schema)
-    made.fake(lambda x, num_rows: x.new_empty(num_rows))
 
 
 # -- elements of vectors
@@ -276,14 +223,3 @@ def test_an_indexed_list_may_mix_scalars_and_elements():
     assert out == 311
     with pytest.raises(ValueError, match="shorter"):
         made.overload([vector, scalar], out, parts_index=[1])
-
-
-def test_checks_see_the_element():
-    seen = []
-
-    def check(weight: torch.Tensor) -> None:
-        seen.append(tuple(weight.shape))
-
-    made = defined(weighted, indexed=["weight"], checks=[check])
-    made.overload(torch.ones(2), torch.ones(4), weight_index=3)
-    assert seen == [()]

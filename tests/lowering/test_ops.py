@@ -61,36 +61,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_compiles(name):
-    """A full graph under AOTAutograd computes the same bits, results and mutated arguments alike."""
-    operation = getattr(torch.ops.lowering, name)
-    for args, kwargs in calls(name)[:2] + calls(name)[-1:]:
-        torch._dynamo.reset()
-
-        def function(*arguments, options=kwargs):
-            return operation(*arguments, **options)
-
-        eager_args, compiled_args = copies(args), copies(args)
-        eager = function(*eager_args)
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*compiled_args)
-        for got, want in zip(tensors_of([compiled, compiled_args]), tensors_of([eager, eager_args]), strict=True):
-            assert got.dtype == want.dtype
-            assert got.shape == want.shape
-            assert torch.equal(bits(got), bits(want))
-
-
-@each("name", OPERATIONS)
-def test_tracing_with_symbolic_sizes_reads_no_data(name):
-    """Shape functions run on meta tensors: all they know is sizes."""
-    args, kwargs = calls(name)[0]
-    meta = [a.to("meta") if isinstance(a, torch.Tensor) else [t.to("meta") for t in a] if tensors_of(a) else a for a in args]
-    meta_kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-    got = tensors_of(getattr(torch.ops.lowering, name)(*meta, **meta_kwargs))
-    want = tensors_of(getattr(torch.ops.lowering, name)(*copies(args), **kwargs))
-    assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
-
-
 def test_public_names():
     for name in lowering.__all__:
         assert callable(getattr(lowering, name)) or isinstance(getattr(lowering, name), type)

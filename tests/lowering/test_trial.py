@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.variants import recorded, variant_of
 from lowering import hardware
@@ -120,18 +119,6 @@ def test_a_small_tensor_takes_the_same_variants(operation, given, options):
         assert variants[0] == variants[1], (operation, tuple(x.shape), x.stride())
 
 
-def test_small_tensors_keep_what_the_others_share():
-    generator = torch.Generator().manual_seed(0)
-    matrices = [aligned(*shape) for shape in ((300, 700), (8, 300, 700), (5,))]
-    for x in (*matrices, torch.ones(()), aligned(3, 1)[:, :0], aligned(1, 5).expand(4, 5)):
-        small = filled(small_layout(x, is_in_list=True), generator)
-        assert small.dtype == x.dtype
-        assert [s == 0 for s in small.stride()] == [s == 0 for s in x.stride()]
-        assert [s % 128 for s in small.shape[-2:]] == [s % 128 for s in x.shape[-2:]] or x.dim() == 1
-        assert max(small.shape, default=1) <= 2175
-    assert small_layout(aligned(300, 700).t()).stride[0] == 1
-
-
 def large_calls() -> dict[str, tuple[str, tuple, dict]]:
     """Calls for all experts of a layer, for batches beside matrices, of all matrices of a model, and of an activation."""
     experts = torch.empty(128, 4096, 2048, dtype=torch.bfloat16)
@@ -166,39 +153,6 @@ def test_a_trial_of_many_matrices_takes_two_of_each_kind(name):
         {repr(variant_of(each)) for each in recorded(function, *given, **how)} for given, how in ((args, options), small)
     )
     assert of_all == of_few
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of what operations return in memory of its own."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        old = {x.untyped_storage().data_ptr() for x in given}
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
-                self.num_bytes += x.untyped_storage().nbytes()
-        return out
-
-
-def test_a_trial_allocates_no_more_for_more_experts():
-    def cast_stack(xs, scales):
-        if ahead._THREAD.launched is not None:
-            ahead._THREAD.launched.append(launched(f"{xs[0].shape[0]}"))
-        return (xs[0] * scales[0][:, None, None]).to(E4M3)
-
-    counted = []
-    for experts in (2, 16):
-        call = tried(cast_stack, lambda xs, scales: (xs[0] * scales[0][:, None, None]).to(E4M3))
-        xs, scales = [torch.randn(experts, 384, 256)], [torch.ones(experts)]
-        with Allocated() as of_all:
-            call(xs, scales)
-        with Allocated() as of_call:
-            call(xs, scales)
-        counted.append(of_all.num_bytes - of_call.num_bytes)
-    assert counted[0] == counted[1] > 0
 
 
 @needs_triton
