@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass import DelayedScaling, fp8_compile, monitor, state
 from fp8pass.errors import UnsupportedError
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_mismatch import Model
+from tests.distributed.test_mismatch import seeded
 
 pytestmark = pytest.mark.dist
 
@@ -62,7 +62,7 @@ def outcomes(rank, way):
     found = {}
     for what, options in SETTINGS.items():
         torch._dynamo.reset()
-        model, ddp = globals()[way](Model(), **options)
+        model, ddp = globals()[way](seeded(), **options)
         if "monitored" in what:
             monitor(part_of(model, ddp))
         try:
@@ -95,7 +95,7 @@ def test_steps_that_reduce_are_refused_within_a_join(way):
 
 def around_joins(rank, way):
     """Losses of steps under a `Join`, after it, and of one that stops all ranks when the first has no batch left."""
-    model, ddp = globals()[way](Model(), **SETTINGS["manual"])
+    model, ddp = globals()[way](seeded(), **SETTINGS["manual"])
     view, losses = state(part_of(model, ddp)), []
 
     def step():

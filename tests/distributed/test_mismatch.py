@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, state
 from fp8pass.errors import Fp8Warning, RankMismatchError, StrictError
 from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+from tests.support.models import ResidualMlp
 
 pytestmark = pytest.mark.dist
 
@@ -21,14 +22,9 @@ CURRENT = {"recipe": "current"}
 DELAYED = {"recipe": DelayedScaling(amax_history_len=4)}
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+def seeded():
+    torch.manual_seed(0)
+    return ResidualMlp(64, 128)
 
 
 def sharded(model):
@@ -58,57 +54,57 @@ def by_name(model, **options):
 #: What ranks 0 and 1 do, and what the message says of both.
 CASES = {
     "DDP, recipes": (
-        lambda o: compiled(DistributedDataParallel(Model()), **o),
+        lambda o: compiled(DistributedDataParallel(seeded()), **o),
         (CURRENT, {"recipe": "rowwise"}),
         "recipe is Float8CurrentScaling() on rank 0 and Float8RowwiseScaling() on rank 1",
     ),
     "DDP around, delayed against current": (
-        lambda o: around(Model(), **o),
+        lambda o: around(seeded(), **o),
         (DELAYED, CURRENT),
         "recipe is DelayedScaling(amax_history_len=4) on rank 0 and Float8CurrentScaling() on rank 1",
     ),
     "DDP, by name": (
-        lambda o: by_name(DistributedDataParallel(Model()), **o),
+        lambda o: by_name(DistributedDataParallel(seeded()), **o),
         (CURRENT, {"recipe": "blockwise"}),
         "recipe is Float8CurrentScaling() on rank 0 and Float8BlockScaling() on rank 1",
     ),
     "FSDP, gathers": (
-        lambda o: compiled(sharded(Model()), **o),
+        lambda o: compiled(sharded(seeded()), **o),
         (CURRENT | {"fsdp_gather": "fp8"}, CURRENT),
         "fsdp_gather is 'fp8' on rank 0 and None on rank 1",
     ),
     "TP, rules": (
-        lambda o: compiled(parallel(Model()), **o),
+        lambda o: compiled(parallel(seeded()), **o),
         (CURRENT | {"rules": {"up": None}}, CURRENT | {"rules": {"up:grad_weight": None}}),
         "rules['up'] is None on rank 0 and not given on rank 1; rules['up:grad_weight'] is not given on rank 0",
     ),
     "reduced amaxes, an option of the recipe": (
-        lambda o: compiled(Model(), **o),
+        lambda o: compiled(seeded(), **o),
         (DELAYED, {"recipe": DelayedScaling(amax_history_len=4, margin=1)}),
         "recipe is DelayedScaling(amax_history_len=4) on rank 0 and DelayedScaling(margin=1, amax_history_len=4) on rank 1",
     ),
     "reduced amaxes, delayed against current": (
-        lambda o: compiled(Model(), **o),
+        lambda o: compiled(seeded(), **o),
         (DELAYED, CURRENT),
         "recipe is DelayedScaling(amax_history_len=4) on rank 0 and Float8CurrentScaling() on rank 1",
     ),
     "reduced amaxes, steps": (
-        lambda o: compiled(Model(), **o),
+        lambda o: compiled(seeded(), **o),
         (DELAYED | {"step": "manual"}, DELAYED),
         "step is 'manual' on rank 0 and 'auto' on rank 1",
     ),
     "DDP, the order of rules": (
-        lambda o: compiled(DistributedDataParallel(Model()), **o),
+        lambda o: compiled(DistributedDataParallel(seeded()), **o),
         (CURRENT | {"rules": {"up": None, "*": "rowwise"}}, CURRENT | {"rules": {"*": "rowwise", "up": None}}),
         "the order of rules is 'up', '*' on rank 0 and '*', 'up' on rank 1",
     ),
     "DDP, copies of weights": (
-        lambda o: compiled(DistributedDataParallel(Model()), **o),
+        lambda o: compiled(DistributedDataParallel(seeded()), **o),
         (CURRENT | {"weight_copies": "cache"}, CURRENT),
         "weight_copies is 'cache' on rank 0 and 'auto' on rank 1",
     ),
     "DDP, schedules": (
-        lambda o: compiled(DistributedDataParallel(Model()), **o),
+        lambda o: compiled(DistributedDataParallel(seeded()), **o),
         (CURRENT | {"schedule": {5: {"up": None}}}, CURRENT),
         "schedule[5]['up'] is None on rank 0 and not given on rank 1",
     ),
@@ -158,27 +154,27 @@ def unconnected(rank):
     recipes = ("current", "rowwise")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_apart(compiled(Model(), recipe=recipes[rank]))
+        train_apart(compiled(seeded(), recipe=recipes[rank]))
     found.append([str(w.message) for w in caught if issubclass(w.category, Fp8Warning)])
     dist.barrier()
     try:
-        train_apart(compiled(Model(), recipe=recipes[rank], strict=True))
+        train_apart(compiled(seeded(), recipe=recipes[rank], strict=True))
     except StrictError as error:
         found.append(str(error))
     dist.barrier()
-    model = compiled(DistributedDataParallel(Model()), recipe="current")
+    model = compiled(DistributedDataParallel(seeded()), recipe="current")
     began = time.monotonic()
     if rank == 0:  # a teacher on one rank alone, another model, and evaluations
-        train(compiled(nn.Sequential(Model(), Model()), recipe=DelayedScaling(reduce_amax=False)))
+        train(compiled(nn.Sequential(seeded(), seeded()), recipe=DelayedScaling(reduce_amax=False)))
         with torch.no_grad():
-            compiled(Model(), recipe="blockwise")(torch.randn(16, 64))
+            compiled(seeded(), recipe="blockwise")(torch.randn(16, 64))
     train(model)
-    other = compiled(DistributedDataParallel(Model()), recipe=DelayedScaling(amax_history_len=rank + 1, reduce_amax=False))
+    other = compiled(DistributedDataParallel(seeded()), recipe=DelayedScaling(amax_history_len=rank + 1, reduce_amax=False))
     try:
         train(other)
     except RankMismatchError as error:
         found.append(str(error))
-    train(compiled(DistributedDataParallel(Model()), recipe=Float8CurrentScaling(), rules={"up": None}))
+    train(compiled(DistributedDataParallel(seeded()), recipe=Float8CurrentScaling(), rules={"up": None}))
     found.append(time.monotonic() - began)
     return found
 
@@ -193,13 +189,13 @@ def test_models_that_nothing_ties_together_are_no_error():
 
 
 def in_groups_made_again(rank):
-    model = compiled(DistributedDataParallel(Model()), recipe="current")
+    model = compiled(DistributedDataParallel(seeded()), recipe="current")
     train(model)
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
-    train(compiled(DistributedDataParallel(Model()), recipe=("current", "rowwise")[rank]))
+    train(compiled(DistributedDataParallel(seeded()), recipe=("current", "rowwise")[rank]))
 
 
 def test_groups_that_are_made_again_are_compared_again():

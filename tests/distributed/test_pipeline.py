@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from tests.distributed.support import ROOT, run_on_ranks
+from tests.support.models import Stack
 
 pytestmark = pytest.mark.dist
 
@@ -157,19 +158,6 @@ def test_a_schedule_equals_a_serial_run(schedules, recipes, statics):
 # -- every way to compile a stage
 
 
-class Blocks(nn.Module):
-    """A stage whose blocks are compiled, and not itself."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def by_name(stage, recipe, **options):
     return torch.compile(
         stage, backend="fp8pass", options={"recipe": RECIPES.get(recipe, recipe), "backend": "aot_eager"} | options
@@ -186,8 +174,8 @@ def ways():
     yield "in place", whole, [whole]
     beside = wrapped(Stage(0), "delayed")
     yield "beside", beside, [beside]
-    blocks = Blocks([compiled_in_place(Stage(0), "delayed"), compiled_in_place(Stage(1), "delayed")])
-    yield "blocks", blocks, list(blocks.blocks)
+    blocks = Stack([compiled_in_place(Stage(0), "delayed"), compiled_in_place(Stage(1), "delayed")])
+    yield "blocks", blocks, list(blocks.layers)
     again = compiled_in_place(Stage(0, checkpoints=True), "delayed")
     yield "checkpointed", again, [again]
     automatic = compiled_in_place(Stage(0), "delayed", step="auto")

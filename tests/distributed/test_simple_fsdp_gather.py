@@ -16,6 +16,7 @@ from fp8pass import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, fp8_c
 from tests.distributed.gathers import GATHER, REDUCE, collectives, equal, with_and_without
 from tests.distributed.models import Gathered, GatheredAgain, simple_fsdp
 from tests.distributed.support import run_on_ranks
+from tests.support.models import Net
 
 pytestmark = pytest.mark.dist
 #: Both operands of a GEMM cannot have 128x128 blocks: weights have, and a copy of one serves both orientations.
@@ -192,21 +193,15 @@ def test_what_cannot_travel_says_why():
             assert hidden * 256 in [size for name, _, size in after if name == GATHER]
 
 
-class FromInputs(nn.Module):
+def from_inputs(inputs, outputs):
     """A linear whose weight is [inputs, outputs]: forward reads the columnwise copy."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 16)
-
-    def forward(self, x):
-        return x @ self.weight
+    return Net(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(inputs, outputs) / 16))
 
 
 def gathered_twice(rank, recipes):
     def linears():
         first, last = (nn.Linear(256, 256, bias=False) for _ in range(2))
-        return nn.Sequential(first, nn.GELU(), FromInputs(256, 256), nn.GELU(), last)
+        return nn.Sequential(first, nn.GELU(), from_inputs(256, 256), nn.GELU(), last)
 
     def sides(inspection):
         """What forward and backward send and reduce."""

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.lifecycles.harness import ALL_RECIPES, loop, program
 from tests.lifecycles.parts import HIDDEN, STEPS, WIDTH, batch, look, loss_of, mlp, sgd, train
-from tests.support.models import BrokenBlock, Stack
+from tests.support.models import BrokenBlock, Net, Stack
 
 STALE = {"cache": "StaleWeightError"}
 """`weight_copies="cache"` is the user's word that weights change by recorded writes alone, which these programs break."""
@@ -350,16 +350,13 @@ def _grow(run):
 loop("growing_model", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), options=("cache", "in place", "manual"), before=_grow)
 
 
-class _Experts(nn.Module):
+def _experts():
     """Each expert reads all rows; the weights are one Parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.05)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.out(torch.bmm(x.expand(self.weight.shape[0], *x.shape), self.weight.mT).mean(0))
+    return Net(
+        lambda self, x: self.out(torch.bmm(x.expand(self.weight.shape[0], *x.shape), self.weight.mT).mean(0)),
+        weight=nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.05),
+        out=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def _add_and_prune(run):
@@ -370,7 +367,7 @@ def _add_and_prune(run):
 
 
 given = {"recipes": ("short", "delayed", "current"), "options": ("cache", "in place")}
-loop("experts_added_and_pruned", _Experts, **given, before=_add_and_prune)
+loop("experts_added_and_pruned", _experts, **given, before=_add_and_prune)
 
 
 def _replace(run):
@@ -678,18 +675,15 @@ def functional_weights(fp8):
         fp8.end_step(compiled)
 
 
-class _Tied(nn.Module):
+def _tied():
     """One weight, which is read as it is and transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH) * 0.1)
-
-    def forward(self, x):
-        return F.linear(F.linear(x, self.weight).relu(), self.weight.t())
+    return Net(
+        lambda self, x: F.linear(F.linear(x, self.weight).relu(), self.weight.t()),
+        weight=nn.Parameter(torch.randn(HIDDEN, WIDTH) * 0.1),
+    )
 
 
-loop("tied_autoencoder", _Tied, options=("in place", "manual", "cache"))
+loop("tied_autoencoder", _tied, options=("in place", "manual", "cache"))
 rows = {"batch_of": lambda run, i: batch(i, rows=(32, 48, 33)[i % 3]), "after": lambda run: look(run, batch(81, rows=1))}
 loop("other_shapes", mlp, options=("in place", "manual", "cache"), **rows)
 
@@ -730,15 +724,9 @@ loop("regions_in_regions", _half_frozen, **given, after=lambda run: look(run, 82
 # -- models
 
 
-class _Changed(nn.Module):
+def _changed(change):
     """A gradient inside of the model's forward, of something that is no GEMM, or another operation before it."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.net, self.change = mlp(), change
-
-    def forward(self, x):
-        return self.net(self.change(x))
+    return Net(lambda self, x: self.net(self.change(x)), net=mlp(), change=change)
 
 
 #: name -> what comes before an MLP in the forward.
@@ -752,7 +740,7 @@ CHANGES = {
     "transposed": lambda x: x.t().contiguous().t(),
 }
 for name, change in CHANGES.items():
-    loop(f"{name}_inside_the_model", functools.partial(_Changed, change), recipes=("short", "current"), steps=range(2))
+    loop(f"{name}_inside_the_model", functools.partial(_changed, change), recipes=("short", "current"), steps=range(2))
 
 
 def _pruned():
@@ -764,15 +752,13 @@ def _pruned():
 loop("pruned_by_torch", _pruned, recipes=("current",), steps=range(4))
 
 
-class _Hyper(nn.Module):
+def _hyper():
     """One network makes the weights of another."""
-
-    def __init__(self):
-        super().__init__()
-        self.code, self.maker = nn.Parameter(torch.randn(WIDTH, 32)), nn.Linear(32, WIDTH)
-
-    def forward(self, x):
-        return F.linear(x, self.maker(self.code))
+    return Net(
+        lambda self, x: F.linear(x, self.maker(self.code)),
+        code=nn.Parameter(torch.randn(WIDTH, 32)),
+        maker=nn.Linear(32, WIDTH),
+    )
 
 
 class _Cell(nn.Module):
@@ -802,7 +788,7 @@ class _Normalized(nn.Module):
         return F.linear(x, F.normalize(self.weight, dim=1))
 
 
-loop("hypernetwork", _Hyper, recipes=("short", "rowwise"), steps=range(4))
+loop("hypernetwork", _hyper, recipes=("short", "rowwise"), steps=range(4))
 loop("recurrent_cell", _Cell, recipes=("current", "mxfp8"), steps=range(4))
 square = {"loss": lambda run, out, x: out.square().mean()}
 loop("forced_weight_balance", _Normalized, recipes=("current",), steps=range(4), **square)

@@ -1,8 +1,7 @@
-"""Programs of the net that frameworks run: a second stage of training, the best model at the end, adapters merged."""
+"""Programs of the net that frameworks run: the best model at the end, adapters merged."""
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -32,47 +31,6 @@ def train(folder, model, *callbacks, **options):
 def assert_scale_is_of(compiled, name, weight):
     """The weight fills the range of E4M3."""
     assert 0.9 < float(state(compiled).scale(name) * weight.detach().abs().max()) / 448 < 1.1
-
-
-@pytest.mark.filterwarnings("ignore:.* has more than doubled")
-def test_a_second_stage_of_the_trainer_without_the_callback(tmp_path):
-    model = llama()
-    weight = model.model.layers[0].mlp.up_proj.weight
-    train(tmp_path, model, Fp8Callback(RECIPE, **CALLBACK))
-    with torch.no_grad():
-        weight.mul_(50)
-    train(tmp_path, model)
-    assert_scale_is_of(model, "model.layers.0.mlp.up_proj:weight", weight)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_second_stage_of_lightning_without_the_callback(tmp_path):
-    lightning = pytest.importorskip("lightning")
-    from fp8pass.integrations.lightning import Fp8Callback as LightningCallback
-
-    class Module(lightning.pytorch.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-
-        def training_step(self, x, _):
-            return (self.model(x) - x).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    def fit(module, *callbacks):
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        options = {"accelerator": "cpu", "max_steps": 5, "default_root_dir": tmp_path, **dict.fromkeys(off, False)}
-        data = torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16)
-        lightning.pytorch.Trainer(callbacks=list(callbacks), **options).fit(module, data)
-
-    module = Module()
-    fit(module, LightningCallback(RECIPE, **CALLBACK))
-    with torch.no_grad():
-        module.model[0].weight.mul_(50)
-    fit(module)
-    assert_scale_is_of(module, "model.0:weight", module.model[0].weight)
 
 
 def test_the_best_model_at_the_end_has_its_state(tmp_path):

@@ -221,26 +221,6 @@ def casts(device: str) -> None:
             check("cast", [x], [scale_on(device)], fp8, columnwise=True, with_amax=i % 5 % 2 == 0, **FLAGS[i % 7 % 4])
 
 
-@case
-def many_casts(device: str) -> None:
-    """Whole tiles, which share a launch, and parts of them, which do not; scales anywhere in a vector."""
-    aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
-    infinite = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((128, 128), (256, 128))]
-    many = [awkward(17, 3 + i % 5, torch.float32, device) for i in range(131)]
-    vector = 1 + torch.arange(40, device=device).float()
-    layouts = [{"columnwise": True, **flags} for flags in FLAGS[::3]]
-    layouts += [one_copy(columnwise=columnwise, pad_outer=pad) for columnwise, pad in ((False, True), (True, False))]
-    for i, xs in enumerate(
-        (aligned, matrices(device), aligned[:1], infinite, [*aligned, *many[:3], *aligned], infinite + many[:1])
-    ):
-        for j, layout in enumerate(layouts):
-            scales, fp8, power_of_2 = [vector[(7 * k + i) % 40] for k in range(len(xs))], FP8[(i + j // 2) % 2], j % 2 == 0
-            check("cast", xs, scales, fp8, **layout, with_amax=(i + j) % 2 == 0)
-            check("cast_rowwise", xs, fp8, **layout, power_of_2=power_of_2, epsilon=(0.0, 1e-3)[i % 2])
-            for block in ("block_1x128", "block_128x128") if xs is infinite or len(xs) == 3 else ():
-                check("cast_blockwise", xs, fp8, **layout, granularity=block, power_of_2=power_of_2, epsilon=(0.0, 1e-3)[i % 2])
-
-
 def every_exponent(device: str) -> torch.Tensor:
     """A row for each power of two of float32, subnormal ones included, and for what lies around 1.75 times it, where the
     scale's exponent changes: 128 columns, of which the last has the largest magnitude."""
@@ -263,27 +243,6 @@ def cast_blockwise_edges(device: str) -> None:
         options = {"granularity": "block_1x128", "power_of_2": True, "epsilon": epsilon, "columnwise": True}
         check("cast_blockwise", [every_exponent(device)], fp8, **options)
         check("cast_blockwise", [whole], fp8, **options)
-
-
-def mx_matrices(device: str) -> list[torch.Tensor]:
-    """Several tiles and parts of one; rows and columns of very different size; blocks with NaN, inf and nothing; strides."""
-    found = []
-    for shape, dtype in zip(
-        [(63, 100), (129, 257), (1, 130), (128, 256), (128, 32), (1, 1), (0, 7), (5, 0)], itertools.cycle(INPUTS)
-    ):
-        x = awkward(*shape, torch.float32, device, non_finite=True)
-        x *= torch.exp2(torch.linspace(-140, 100, shape[0], device=device))[:, None]
-        x[:, 40:72] = 0
-        found.append(x.to(dtype))
-    return found + views(awkward(160, 64, torch.bfloat16, device, True))[:4]
-
-
-@case
-def mxfp8(device: str) -> None:
-    for i, (x, square) in enumerate(itertools.product(mx_matrices(device), (False, True))):
-        fp8, columnwise = FP8[i // 2 % 2], (i + i // 2) % 2 == 0  # each matrix has either, with and without squares
-        check("cast_mxfp8", [x], fp8, **one_copy(square=square, columnwise=columnwise, pad_outer=i % 3 == 0))
-        check("cast_mxfp8", [x], fp8, square=square, **FLAGS[i % 4], columnwise=True)
 
 
 @case

@@ -23,7 +23,7 @@ from benchmarks.variants import Launch, compile_launch
 from fp8pass import fp8_compile
 from lowering import hardware
 from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import LlamaBlock, Net, mlp
 from tests.support.moe import MoE
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -89,20 +89,19 @@ def test_hand_written_kernels():
 # -- Inductor's
 
 
-class PostNorm(nn.Module):
+def post_norm(dim: int, hidden: int) -> Net:
     """A residual MLP with GELU, normalized behind the sum, and a linear of what is normalized."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.mlp, self.norm, self.last = mlp(dim, hidden, dim), nn.LayerNorm(dim), nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(x + self.mlp(x)))
+    return Net(
+        lambda self, x: self.last(self.norm(x + self.mlp(x))),
+        mlp=mlp(dim, hidden, dim),
+        norm=nn.LayerNorm(dim),
+        last=nn.Linear(dim, dim),
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Llama block": (lambda: LlamaBlock(4096, 14336, 32), (2, 8192, 4096)),
-    "GELU MLP and post-norm": (lambda: PostNorm(1024, 4096), (4096, 1024)),
+    "GELU MLP and post-norm": (lambda: post_norm(1024, 4096), (4096, 1024)),
     "experts": (lambda: MoE(512, 768, 8, 2), (2048, 512)),
 }
 
