@@ -43,10 +43,6 @@ SQNR_MODEL_GRADIENT = 12.0
 #: dB; the gradients of two linears with an activation and dropout between them: two GEMMs' noise, one operand in E5M2.
 SQNR_TWO_LINEARS_GRADIENT = 15.0
 
-#: dB; what blocks gain over one delayed scale where a few channels are 100 times larger than what the scale has seen: the
-#: scale saturates, which costs several dB; the exact figure depends on the seed.
-SQNR_OUTLIERS_GAIN = 2.0
-
 #: dB; generated GPU code against the same rewrite run eagerly. The two add in another order and round what they fuse
 #: less often: float32 differs by some 130 dB, until a value falls on the other side of an FP8 rounding (an eighth or a
 #: quarter of that element), which a backward of several GEMMs spreads. In bfloat16 eager operations round each

@@ -20,7 +20,7 @@ from tests.support.copies import casts_by
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
 from tests.support.training import assert_trains_as, compiled_step, step
-from tests.tolerances import REFERENCE_MM, SQNR_LINEAR_E4M3, SQNR_OUTLIERS_GAIN, relative_error
+from tests.tolerances import REFERENCE_MM, SQNR_LINEAR_E4M3, relative_error
 
 ops = torch.ops.lowering
 M, K, N = 48, 80, 112
@@ -165,42 +165,6 @@ def test_recipes_mix_in_one_model(recipe, rules, expected):
     assert_trains_as(compiled, block, x, gradient=0)
     found = {f"{g.module}:{g.role}": g.recipe if g.quantized else None for g in inspect(compiled).gemms}
     assert {name: found[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_tokens_of_very_different_size_are_what_small_scales_are_for(recipe):
-    linear = nn.Linear(256, 128, bias=False)
-    x = torch.randn(64, 256) * torch.logspace(-6, 2, 64)[:, None]
-    expected = x @ linear.weight.t()
-
-    def worst_token(recipe):
-        out = fp8_compile(linear, recipe, backend="aot_eager")(x)
-        return min(sqnr(want, got) for want, got in zip(expected, out, strict=True))
-
-    assert worst_token(recipe) >= SQNR_LINEAR_E4M3
-    assert worst_token("current") < 10, "the small ones underflow beside the large ones"
-
-
-def test_outlier_channels_are_what_blocks_are_for():
-    """A few channels x 100 appear in trained-on inputs: delayed scales have not seen them and saturate, blocks adapt.
-
-    Outliers that the history already knows cost little in either recipe: E4M3 is a floating-point format, and a factor of 100
-    leaves the other channels normal numbers.
-    """
-    ordinary = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with_outliers = ordinary.clone()
-    with_outliers[..., [3, 77, 140, 200]] *= 100.0
-
-    def quality(recipe):
-        torch.manual_seed(0)
-        block = LlamaBlock(256, 512).bfloat16()
-        plain = copy.deepcopy(block).float()
-        compiled = fp8_compile(block, recipe, backend="aot_eager")
-        for _ in range(3):
-            step(compiled, block, ordinary)
-        return sqnr(plain(with_outliers.float()), compiled(with_outliers))
-
-    assert quality("blockwise") >= quality(DelayedScaling(amax_history_len=4)) + SQNR_OUTLIERS_GAIN
 
 
 @each(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from benchmarks.models import LlamaBlock as Block
 from fp8pass.__main__ import main
-from fp8pass.cost import B200, H200, CastShape, Device, GemmShape, estimate_gemm
+from fp8pass.cost import B200, H200, Device
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
 from fp8pass.recipes import PRESETS
@@ -136,17 +136,6 @@ def test_an_estimate_is_what_inspect_says_of_the_compiled_model(recipe):
         assert (ours.module, ours.role, ours.speedup) == (theirs.module, theirs.role, theirs.speedup)
     # Its attention keeps what a GPU's keeps, not what the CPU's does: one number for each row, in float32, in both.
     assert found.saved_bytes == inspected.graphs[0].saved_bytes
-
-
-def test_a_gemm_by_hand():
-    """One linear whose three GEMMs are the cost model's, each cast shared by two of them."""
-    model = on_meta(nn.Linear, 4096, 4096, bias=False)
-    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    found = fp8pass.estimate(model, x, recipe="delayed", select="all")
-    (output,) = (g for g in found.recipes["delayed"].gemms if g.record.role == "output")
-    casts = [CastShape(elements=size, copies=2, transposes=True, num_readers=2) for size in (8192 * 4096, 4096 * 4096)]
-    expected = estimate_gemm(GemmShape(m=8192, n=4096, k=4096), casts, H200, "tensor_wise")
-    assert output.expected.speedup == pytest.approx(expected.speedup, rel=0.02)
 
 
 class Attends(nn.Module):

@@ -12,7 +12,7 @@ from fp8pass.errors import Fp8Warning, StrictError
 from fp8pass.scales import exchanges
 from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.cases import each
-from tests.support.models import mlp
+from tests.support.models import Net, mlp
 from tests.support.training import fp8, fp8_mlp
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -115,17 +115,12 @@ def test_strict_is_an_error_and_the_step_goes_on():
     assert state(compiled).scale("0:weight") == pytest.approx(448 / model[0].weight.abs().max().item(), rel=0.05)
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(4, 64, 64) / 8)
-
-    def forward(self, x):
-        return torch.bmm(x.expand(4, -1, -1), self.experts)
+def batched_experts():
+    return Net(lambda self, x: torch.bmm(x.expand(4, -1, -1), self.experts), experts=nn.Parameter(torch.randn(4, 64, 64) / 8))
 
 
 def test_one_expert_of_many():
-    model = Experts()
+    model = batched_experts()
     compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager", select="all")
     train(compiled, model, 4)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
-from tests.support.models import BrokenLayers, mlp
+from tests.support.models import BrokenLayers
 from tests.support.numerics import sqnr
 from tests.support.training import fp8, train
 from tests.tolerances import SQNR_MODEL_OUTPUT
@@ -73,9 +73,3 @@ def test_rules_that_part_layers_of_one_graph_are_refused():
     compiled = fp8_compile(BrokenLayers(4, 32, 64), RECIPE, rules={"layers.0.*": None}, backend="aot_eager")
     with pytest.raises(RuleError, match=r"layers\.0\.up and layers\.1\.up share one compiled graph"):
         compiled(torch.randn(16, 32, requires_grad=True))
-
-
-def test_fullgraph_breaks_nothing():
-    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", fullgraph=True)
-    compiled(torch.randn(16, 64)).sum().backward()
-    assert all(g.quantized for g in inspect(compiled).gemms)

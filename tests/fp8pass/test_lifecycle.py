@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8Warning, NotCompiledError, OptionError, UnsupportedCopyError, UnsupportedDeviceError
 from fp8pass.runtime import backend, frame
-from tests.support.models import ResidualMlp, mlp
+from tests.support.models import Net, ResidualMlp, mlp
 from tests.support.training import fp8, fp8_mlp, train
 from tests.tolerances import LINEAR_CALLS
 
@@ -258,14 +258,13 @@ def test_a_gpu_without_fp8_is_refused_and_the_emulation_is_named(capability, is_
         check_device(torch.device("cuda", 0))
 
 
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.mlp = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU())
-        self.norm = nn.LayerNorm(64)  # not called
-
-    def forward(self, x):
-        return self.mlp(torch.tanh(self.attention(x)))
+def named():
+    return Net(
+        lambda self, x: self.mlp(torch.tanh(self.attention(x))),
+        attention=nn.Linear(64, 64),
+        mlp=nn.Sequential(nn.Linear(64, 64), nn.GELU()),
+        norm=nn.LayerNorm(64),  # not called
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,14 +281,14 @@ class Named(nn.Module):
     ],
 )
 def test_a_rule_that_decides_nothing_is_reported_with_the_cause(rules, message):
-    compiled = fp8(Named(), RECIPE, rules=rules)
+    compiled = fp8(named(), RECIPE, rules=rules)
     step(compiled, x())
     assert message in str(inspect(compiled))
     assert inspect(compiled).unmatched_rules == [list(rules)[-1]]
 
 
 def test_a_rule_for_a_layer_that_cannot_run_in_fp8_has_no_effect():
-    model = Named()
+    model = named()
     model.mlp.double()
     model.mlp.register_forward_pre_hook(lambda module, args: args[0].double())
     compiled = fp8(model, RECIPE, rules={"mlp.*": "current"})

@@ -62,6 +62,7 @@ def test_formats_and_recipes_are_values():
         (lambda: DelayedScaling(fp8_format=Format.E5M2), "no GEMM takes two E5M2 operands; use Format.HYBRID"),
         (lambda: DelayedScaling(fp8_format="HYBRID"), r"'HYBRID'\): use Format.HYBRID .*from fp8pass import Format"),
         (lambda: DelayedScaling(amax_compute_algo="most-recent"), "Did you mean 'most_recent'"),
+        (lambda: DelayedScaling(initial_scale="curent"), r"initial_scale.*Did you mean 'current'"),
         (lambda: DelayedScaling(scaling_factor_compute_algo="max"), "use a function or None"),
         (lambda: DelayedScaling(reduce_amax=1), "use True or False"),
         (lambda: DelayedScaling(amax_history_length=4), "no option 'amax_history_length'. Did you mean 'amax_history_len'"),

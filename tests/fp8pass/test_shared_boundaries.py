@@ -148,17 +148,6 @@ def gan_step(generator, critic, number):
     critic(generator(batch(number + 100))).mean().backward()
 
 
-@pytest.mark.parametrize("compile_block", [in_place, by_name])
-def test_two_models_end_their_own_steps(compile_block):
-    generator, critic = compiled_blocks(2, compile_block)
-    gan_step(generator, critic, 0)
-    (session,) = sessions_of(generator)
-    before = session.num_steps
-    critic(batch(1)).mean().backward()  # the last backward of the critic was one of the generator, too
-    assert session.num_steps == before
-    assert session.clock.is_step_pending
-
-
 RARE = ["reversed", "some", "shared", "evaluate", "dropped", "twice", "late", "halves", "checkpoint", "gan", "load", "rules"]
 RARE += ["grow", "forget"]
 

@@ -10,6 +10,7 @@ from torch.distributed import checkpoint as dcp
 from fp8pass import DelayedScaling, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.support.cases import each
+from tests.support.models import Net
 from tests.support.training import fp8, fp8_mlp, train
 
 TWO_STEPS = DelayedScaling(amax_history_len=2)
@@ -86,20 +87,18 @@ def test_a_checkpoint_of_a_recipe_without_state(recipe, tmp_path):
             resumed.load_checkpoint(tmp_path / recipe)
 
 
-class Ways(nn.Module):
+def ways():
     """Two linears that read one tensor, or the second the result of the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.in_turn = False
-
-    def forward(self, x):
-        return self.b(30 * self.a(x)) if self.in_turn else self.a(x) + self.b(x)
+    return Net(
+        lambda self, x: self.b(30 * self.a(x)) if self.in_turn else self.a(x) + self.b(x),
+        a=nn.Linear(64, 64),
+        b=nn.Linear(64, 64),
+        in_turn=False,
+    )
 
 
 def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
-    model = Ways()
+    model = ways()
     compiled, x = fp8(model, DelayedScaling()), torch.randn(32, 64)
     view = state(compiled)
     for model.in_turn in (False, True, False, True):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect
+from tests.support.models import Net
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2
 
@@ -49,18 +50,13 @@ def test_custom_matmul_stays_with_a_reason():
     assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: this operation has no FP8 counterpart"
 
 
-class Bilinear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.product = nn.Bilinear(32, 48, 16)
-
-    def forward(self, x, y):
-        return self.product(x, y)
+def bilinear():
+    return Net(lambda self, x, y: self.product(x, y), product=nn.Bilinear(32, 48, 16))
 
 
 def test_a_bilinear_stays_with_a_reason():
     """It multiplies three operands, each of which has a gradient."""
-    model = Bilinear()
+    model = bilinear()
     x, y = torch.randn(24, 32, requires_grad=True), torch.randn(24, 48, requires_grad=True)
     compiled = fp8_compile(model, backend="aot_eager", rules={"product": "delayed"})
     assert compiled(x, y).equal(model(x, y))
@@ -112,21 +108,15 @@ def test_the_fast_path_of_transformer_layers_stays_with_a_reason_that_says_how_t
     assert second.outside == []
 
 
-class OnTwoDevices(nn.Module):
+def on_two_devices() -> Net:
     """Its second linear is on torch's device without data, which is the only other one that every machine has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.here, self.there = nn.Linear(32, 32), nn.Linear(32, 32, device="meta")
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.here(x), self.there(y)
+    return Net(lambda self, x, y: (self.here(x), self.there(y)), here=nn.Linear(32, 32), there=nn.Linear(32, 32, device="meta"))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_gemms_on_two_devices(recipe):
     """Delayed scaling keeps its state on one device and names GEMMs elsewhere; weights share no launch."""
-    model, x, y = OnTwoDevices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
+    model, x, y = on_two_devices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     out, _ = compiled(x, y)
     out.sum().backward()

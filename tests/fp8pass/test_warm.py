@@ -33,7 +33,7 @@ from fp8pass.runtime.session import CompiledGraph
 from lowering.formats import E4M3
 from tests.support.cases import each
 from tests.support.models import BrokenLayers, ResidualMlp, Stack, mlp
-from tests.support.training import RECIPES, gradients, same, train
+from tests.support.training import RECIPES, gradients, same
 
 
 @pytest.fixture(autouse=True)
@@ -392,30 +392,6 @@ def test_a_users_recipe_hits_until_its_code_or_what_it_reads_changes(monkeypatch
     monkeypatch.setattr(Own, "quantization", lambda self, operand, role: Quantization(E4M3, next(GRANULARITY)))
     bypassed = "bypassed: an object of builtins.list_iterator has no text that is the same in every process"
     assert use() == (bypassed, {"row-wise"})
-
-
-@pytest.mark.exhaustive
-def test_a_restart_from_a_checkpoint_hits_and_goes_on():
-    def run(steps, saved=None):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model, results = mlp(), []
-        compiled = fp8_compile(model, "delayed")
-        if saved is not None:
-            model.load_state_dict(saved[0])
-            state(compiled).load_state_dict(saved[1])
-        for step in steps:
-            results += train(compiled, torch.full((16, 64), 0.1 * (step + 1)))
-            torch.optim.SGD(model.parameters(), 0.1).step()
-            model.zero_grad()
-        state(compiled).step()
-        return compiled, results, (model.state_dict(), state(compiled).state_dict())
-
-    _, straight, _ = run(range(5))
-    _, _, saved = run(range(3))
-    resumed, rest, _ = run(range(3, 5), saved)
-    assert inspect(resumed).cache == {"graph_0": "hit"}
-    assert same(straight[3:], rest)
 
 
 # -- other processes, and other passes

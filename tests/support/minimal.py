@@ -56,13 +56,3 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     # pytest finds plugins by what is installed, not by what can be imported.
     return kept | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
-def install(folder: pathlib.Path, *names: str) -> None:
-    """Put distributions and what they require into a folder, as `pip install --target` does."""
-    there = required_by(NAMES)
-    for name in required_by(names) - there:
-        for file in metadata.files(name) or ():
-            top = file.parts[0]
-            if top not in ("..", "__pycache__") and (_SITE / top).exists() and not (folder / top).exists():
-                (folder / top).symlink_to(_SITE / top)

@@ -37,7 +37,7 @@ from tests.emulation.cases import Ragged
 from tests.support.joint import Joint, trace, two_ranks
 from tests.support.models import LlamaBlock, mlp
 from tests.support.moe import MoE
-from tests.support.rewritten_models import Batched, SortedExperts, Tied, Wide
+from tests.support.rewritten_models import Batched, SortedExperts, Tied, wide
 
 UNSEEN = pathlib.Path(__file__).parent.parent / "fp8pass" / "unseen_mutations.json"
 RECIPES = ("delayed", "first step", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8 squares")
@@ -152,7 +152,7 @@ MODELS = {
     "gather": Model(lambda: Gathering(256, 48), (128, 256), num_ranks=2),
     "ragged gather": Model(lambda: Gathering(40, 20), (16, 40), num_ranks=2),
     "batched": Model(Batched, (3, 16, 32)),
-    "wide": Model(Wide, (16, 48), trains=False),
+    "wide": Model(wide, (16, 48), trains=False),
     "inference": Model(mlp, (33, 64), trains=False),
     "high precision": Model(mlp, (33, 64), changes={"backward_override": "high_precision"}),
     "dequantized": Model(Ragged, (33, 50), changes={"backward_override": "dequantized"}),

@@ -24,7 +24,7 @@ from fp8pass import (
 )
 from fp8pass.recipes import as_recipe
 from tests.emulation.cases import Ragged, Tiles
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import LlamaBlock, Net, mlp
 from tests.support.moe import Experts, MoE, offsets
 from tests.zoo.models import MIXTURES, TORCH, TRANSFORMERS
 
@@ -117,15 +117,12 @@ class Batched(nn.Module):
         return torch.bmm(h, self.stack) @ h.new_ones(40, 16)
 
 
-class Wide(nn.Module):
+def wide() -> Net:
     """More matrices that are ready together than one launch takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48 if i % 3 else 20) for i in range(20))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(x) for layer in self.layers], -1)
+    return Net(
+        lambda self, x: torch.cat([layer(x) for layer in self.layers], -1),
+        layers=nn.ModuleList(nn.Linear(48, 48 if i % 3 else 20) for i in range(20)),
+    )
 
 
 class SortedExperts(nn.Module):
@@ -255,7 +252,7 @@ def cases() -> dict[str, Run]:
         "tied-recompute": _own(Tied, 48, 32, weight_copies="recompute"),
         "batched": _own(Batched, 3, 16, 32),
         "batched-bf16": _own(Batched, 3, 16, 32, **bf16),
-        "wide": _own(Wide, 16, 48),
+        "wide": _own(wide, 16, 48),
         "moe": _own(MoE, 40, 64, **bf16),
         "moe-auto": _own(MoE, 40, 64, select="auto", **bf16),
         "moe-float32": _own(MoE, 40, 64),
