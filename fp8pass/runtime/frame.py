@@ -46,7 +46,14 @@ from fp8pass.runtime.dynamo_graphs import (
     without_regions,
 )
 from fp8pass.runtime.eager import next_number
-from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, may_be_checkpointed
+from fp8pass.runtime.recompute import (
+    FirstRun,
+    GraphKey,
+    call_under_hooks,
+    hook_backward,
+    is_checkpointed_again,
+    may_be_checkpointed,
+)
 from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.snapshots import Modes, in_modes, modes_now
 from fp8pass.runtime.warn import watch_backward
@@ -103,6 +110,10 @@ class Instance:
         for inputs in self.bound.values():
             found |= inputs.variants()
         return found
+
+    def remembered(self, variants: frozenset[str]) -> dict[int, Any]:
+        """What a recomputation has to know of a call, by the positions of the providers."""
+        return {i: inputs.remember(variants) for i, inputs in self.bound.items()} if self.is_read else {}
 
     def tensors(
         self, args: tuple[Any, ...], records: Records, variants: frozenset[str], first: FirstRun | None = None
@@ -371,8 +382,7 @@ class DynamoGraph:
         records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
         variants = instance.variants() if instance.is_read else USUAL
         if may_be_checkpointed(self._other_args(args)):
-            remembered = {i: inputs.remember(variants) for i, inputs in instance.bound.items()} if instance.is_read else {}
-            run = FirstRun(remembered, records is Records.ALL, variants, graph.key, trains, is_dry)
+            run = FirstRun(instance.remembered(variants), records is Records.ALL, variants, graph.key, trains, is_dry)
             session.first_runs.add(args, instance.identity, run)
         session.clock.recorded |= trains and not is_dry
         result = self._call(graph, instance, args, records, variants) if instance.is_read else _call_unread(graph, args)
@@ -391,10 +401,17 @@ class DynamoGraph:
         if not is_dry:
             session.clock.recorded |= may_record
             session.clock.note_backward()
+        variants = instance.variants() if instance.is_read else USUAL
+        if first is not None:
+            variants |= first.variants
+        if is_checkpointed_again(self._other_args(args)):
+            remembered = instance.remembered(variants) if first is None else first.remembered
+            recorded = records is Records.ALL or (first is not None and first.recorded)
+            run = FirstRun(remembered, recorded, variants, graph.key, trains, is_dry)
+            session.first_runs.add(args, instance.identity, run)
         if not instance.is_read:
             return _call_unread(graph, args)
-        variants = instance.variants()
-        return self._call(graph, instance, args, records, variants if first is None else variants | first.variants, first)
+        return self._call(graph, instance, args, records, variants, first)
 
     def _call(
         self,

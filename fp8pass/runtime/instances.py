@@ -54,8 +54,8 @@ class ModuleNames:
     """Paths in the user's model for the variables of one call's frames. With a root module, the names of its Parameters place a
     frame: `self` of a frame that reads `layers.3.attn.wq.weight` as `wq.weight` is `layers.3.attn`, and so is `args[0]` of one
     that reads it as `args[0].wq.weight`. A root function has no names of its own: its variables' names replace them, and
-    further instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`. A "#" is an
-    ordinary character in the globs of rules."""
+    further instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`; one that comes
+    in the place of another that is gone has its number. A "#" is an ordinary character in the globs of rules."""
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
@@ -77,10 +77,12 @@ class ModuleNames:
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
-        known = next((i for i, one in enumerate(seen) if one.is_of(tensor)), None)
+        known = next(
+            (i for i, one in enumerate(seen) if one.id == id(tensor)), None
+        )  # also with other memory: `p.data = other`
         if known is None:
-            known = len(seen)
-            seen.append(Seen(tensor, None))
+            known = next((i for i, one in enumerate(seen) if one.is_gone), len(seen))
+        seen[known : known + 1] = [Seen(tensor, None)]
         return f"{variable}#{known}" if known else variable
 
 

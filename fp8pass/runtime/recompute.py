@@ -89,12 +89,23 @@ def may_be_checkpointed(args: Sequence[Any]) -> bool:
     input wants them, as in reentrant checkpointing."""
     if _top_hooks(True) is not None:
         return True
+    return _is_reentrant(args)
+
+
+def _is_reentrant(args: Sequence[Any]) -> bool:
     if torch.is_grad_enabled():
         return False
     for a in args:  # noqa: SIM110 - at every call, where a generator costs as much as all else
         if isinstance(a, torch.Tensor) and a.requires_grad and not _is_parameter(a):
             return True
     return False
+
+
+def is_checkpointed_again(args: Sequence[Any]) -> bool:
+    """True if this recomputation will be repeated itself, as the checkpoint that it runs lies within another one. While torch
+    runs the outer one again, its own hooks on saved tensors are the topmost, but for those of the inner one."""
+    hooks = _top_hooks(True)
+    return _is_reentrant(args) or (hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."))
 
 
 class FirstRuns:

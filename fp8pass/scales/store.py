@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fp8pass.errors import InvariantError, RecipeError, UnknownTensorError, nearest
+from fp8pass.graph.origin import TensorName
 from fp8pass.recipes import DelayedScaling
 from lowering import state as reference
 from lowering import update_scales
@@ -151,15 +152,20 @@ class DelayedStore:
         return index
 
     def part(self, names: Sequence[str]) -> None:
-        """Give up other names that stand for a tensor that `names`, the tensors of one graph, has besides: weights that were
-        tied, or inputs that were one tensor on another way through the model."""
+        """Let names of `names`, the tensors of one graph, that stand for another tensor be tensors again: inputs and gradients
+        that were one on another way through the model, and weights that were tied and are not, as the graph has both."""
         taken = {name for name in names if name not in self.aliases}
         for name in (name for name in names if name in self.aliases):
-            if self.aliases[name] in taken:
+            if self.aliases[name] in taken or not _is_weight(name):
                 del self.aliases[name]
                 self._indices.clear()
             else:
                 taken.add(self.aliases[name])
+
+    def add_alias(self, alias: str, name: str) -> None:
+        """Let another name stand for a tensor, unless a graph has a tensor of that name. Tied weights are one Parameter."""
+        if name in self and (alias not in self._column or _is_weight(alias)):
+            self.aliases.setdefault(alias, name)
 
     def add(self, names: Iterable[str], fp8_max: Iterable[float], entries: Iterable[int] | None = None) -> None:
         """Give each new name its columns in their initial state; known names keep theirs. `entries`: 1 for each if None."""
@@ -306,6 +312,10 @@ class DelayedStore:
         if self._frozen is None or self._frozen[0] != self.version or self._frozen[1].shape != self.scale.shape:
             self._frozen = (self.version, self.scale.clone())
         return self._frozen[1]
+
+
+def _is_weight(name: str) -> bool:
+    return TensorName.parse(name).kind == "weight"
 
 
 def has_own_functions(recipe: DelayedScaling) -> bool:

@@ -149,8 +149,7 @@ class Stores(InputProvider):
         """Let the other names of shared tensors, given as (another name, the name), stand for them."""
         for pair in aliases:
             alias, name = (str(self.name_under(store.recipe, n)) for n in pair)
-            if name in store:
-                store.aliases.setdefault(alias, name)
+            store.add_alias(alias, name)
 
     # -- tensors
 
@@ -207,12 +206,20 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
     if not store.restored or not store.is_complete:
         return
     kinds = {TensorName.parse(n).kind for n in store.names}
-    missing = [n for n in names if n not in store and TensorName.parse(n).kind in kinds]
+    modules = modules_of(store.names)
+    lacking = [n for n in names if n not in store and TensorName.parse(n).module not in modules]
+    missing = [n for n in lacking if TensorName.parse(n).kind in kinds]
     if missing:
         raise CheckpointMismatchError(
-            f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it was saved by another model"
-            f" or with other rules. Load the state of the same model and rules, or none"
+            f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it was saved by another model,"
+            f" with other rules, or before this part of the model had run. Load the state of the same model and rules, or none"
         )
+
+
+def modules_of(names: Iterable[str]) -> set[str]:
+    """The modules of tensors. One of which a saved state has some tensors was frozen then, or called in another way: what is
+    missing of it begins with an empty history, as it would have without the checkpoint."""
+    return {TensorName.parse(name).module for name in names}
 
 
 Scales = dict[DelayedStore, torch.Tensor]  # Per store the scales [capacity] of a call.

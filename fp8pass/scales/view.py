@@ -26,6 +26,7 @@ from fp8pass.runtime.instances import module_paths
 from fp8pass.runtime.session import Part, Session, end_steps, part_of
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
+from fp8pass.scales.stores import modules_of
 from lowering.formats import fp8_max
 
 Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]  # Parts of a tensor's state, as the store calls them.
@@ -349,6 +350,8 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
     def load() -> None:
         for store, held in placed.items():
             load_store(store, saved, held)
+        for store in _stores(session):
+            store.forget([name for name in store.names if name not in saved and name not in store.aliases])
         session.clock.set_pending(recorded)
 
     return load
@@ -454,8 +457,10 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
 
 
 def check_names(saved: Collection[str], current: Collection[str]) -> None:
-    """Raise CheckpointMismatchError with the names that differ, if any do."""
-    missing, unexpected = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
+    """Raise CheckpointMismatchError with the names that differ, if any do, but for tensors of modules that have some."""
+    modules = modules_of(saved)
+    missing = sorted(n for n in set(current) - set(saved) if TensorName.parse(n).module not in modules)
+    unexpected = sorted(set(saved) - set(current))
     if missing or unexpected:
         raise CheckpointMismatchError(
             f"the saved state does not fit this model and recipe: missing from the checkpoint: {preview(missing) or 'none'};"

@@ -81,11 +81,19 @@ def test_a_small_memory_budget_recomputes_no_fp8_gemm_either():
 # -- around the model
 
 
-def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step():
+def checkpointed(function, x, kinds):
+    """Within a checkpoint of each kind, the innermost first: use_reentrant."""
+    for use_reentrant in kinds:
+        function = functools.partial(checkpoint, function, use_reentrant=use_reentrant)
+    return function(x)
+
+
+@pytest.mark.parametrize("kinds", [[False], [False, False]])
+def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step(kinds):
     compiled, x = fp8(mlp(), RECIPE, step="manual"), torch.randn(16, 64)
     view = state(compiled)
     for scale in (1, 1, 100):
-        out = checkpoint(compiled, scale * x, use_reentrant=False)
+        out = checkpointed(compiled, scale * x, kinds)
         if scale == 100:
             view.step()
         out.sum().backward()
@@ -140,9 +148,8 @@ def test_two_graphs_that_read_one_tensor_repeat_a_run_each(rules):
     assert same(*(two_runs(checkpoints, TwoReaders, one_by_one=True, rules=rules) for checkpoints in (False, True)))
 
 
-def across_a_boundary(use_reentrant):
-    """Gradients of a run that a boundary parts from its backward; another run has changed the scales there. None: it
-    is not checkpointed."""
+def across_a_boundary(kinds):
+    """Gradients of a checkpointed run that a boundary parts from its backward; another run has changed the scales there."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block, x = mlp(), torch.randn(16, 64)
@@ -150,16 +157,16 @@ def across_a_boundary(use_reentrant):
     for scale in (1.0, 1.0, 100.0):
         given = x.clone().requires_grad_()
         other = compiled(scale * x)
-        out = compiled(given) if use_reentrant is None else checkpoint(compiled, given, use_reentrant=use_reentrant)
+        out = checkpointed(compiled, given, kinds)
         state(compiled).step()
         block.zero_grad()
         (out.square().mean() + other.mean()).backward()
     return given.grad, gradients(block)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(use_reentrant):
-    assert same(across_a_boundary(use_reentrant), across_a_boundary(None))
+@pytest.mark.parametrize("kinds", [[False], [True], [False, False], [True, False], [False, True], [True, True]])
+def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(kinds):
+    assert same(across_a_boundary(kinds), across_a_boundary([]))
 
 
 # -- which run is repeated

@@ -107,6 +107,26 @@ def test_state_grows_with_a_function_that_many_modules_call():
         assert view.scale(f"{name}:weight") == torch.tensor(448.0) / layer.weight.abs().max()
 
 
+def exchange_memory(layer):
+    layer.weight.data = layer.weight.data.clone()
+
+
+def exchange_parameters(layer):
+    layer.load_state_dict({name: values.clone() for name, values in layer.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("exchange", [exchange_memory, exchange_parameters])
+def test_exchanged_weights_of_a_function_keep_their_names_and_histories(exchange):
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    run = fp8(lambda layer, x: layer(x), SHORT)
+    for scale in (100.0, 1.0, 1.0):
+        sum(run(layer, x(scale).requires_grad_()).sum() for layer in layers).backward()
+        for layer in layers:
+            exchange(layer)
+    assert {name.partition(":")[0] for name in state(run).tensors} == {"layer", "layer#1"}
+    assert state(run).scale("layer#1:input") < 448 / 100
+
+
 # -- steps
 
 

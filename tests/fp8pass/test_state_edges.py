@@ -11,7 +11,7 @@ from fp8pass import DelayedScaling, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.support.cases import each
 from tests.support.models import Net
-from tests.support.training import fp8, fp8_mlp, train
+from tests.support.training import fp8, fp8_mlp, same, train
 
 TWO_STEPS = DelayedScaling(amax_history_len=2)
 
@@ -87,14 +87,10 @@ def test_a_checkpoint_of_a_recipe_without_state(recipe, tmp_path):
             resumed.load_checkpoint(tmp_path / recipe)
 
 
-def ways():
-    """Two linears that read one tensor, or the second the result of the first."""
-    return Net(
-        lambda self, x: self.b(30 * self.a(x)) if self.in_turn else self.a(x) + self.b(x),
-        a=nn.Linear(64, 64),
-        b=nn.Linear(64, 64),
-        in_turn=False,
-    )
+def ways(other=lambda self, x: self.b(30 * self.a(x))):
+    """Two linears that read one tensor, or another way through them: the second reads the result of the first."""
+    forward = lambda self, x: other(self, x) if self.in_turn else self.a(x) + self.b(x)  # noqa: E731
+    return Net(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64), in_turn=False)
 
 
 def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
@@ -105,6 +101,47 @@ def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
         train(compiled, x)
         assert view.amax_history("a:input")[0] == x.abs().max()
     assert view.amax_history("b:input")[0] > 4 * x.abs().max()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tensor_that_is_one_with_another_on_one_way_alone_is_kept_and_saved(first):
+    x, ways = torch.randn(32, 64), (first, not first)
+    models = [ways(lambda self, x: self.b(1000 * x)) for _ in range(2)]
+    compiled, resumed = (fp8(model, TWO_STEPS, step="manual") for model in models)
+    for models[0].in_turn in ways:
+        train(compiled, x)
+        state(compiled).step()
+    for name, scale in (("a:input", 448 / x.abs().max()), ("b:input", 448 / (1000 * x).abs().max())):
+        assert state(compiled).scale(name) == scale
+    models[1].load_state_dict(models[0].state_dict())
+    state(resumed).load_state_dict(state(compiled).state_dict())
+    for way in reversed(ways):
+        models[0].in_turn = models[1].in_turn = way
+        train(compiled, x)
+        train(resumed, x)
+    assert same(state(resumed).state_dict(), state(compiled).state_dict())
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_state_of_the_time_when_a_layer_was_frozen_is_loaded_when_it_trains(resumes):
+    """In the run itself, which turns back, and in a new process."""
+    model, compiled = fp8_mlp(TWO_STEPS)
+    x = torch.randn(16, 64)
+    model[0].requires_grad_(False)
+    train(compiled, x)
+    saved, weights = state(compiled).state_dict(), copy.deepcopy(model.state_dict())
+    if resumes:
+        model, compiled = fp8_mlp(TWO_STEPS)
+        model.load_state_dict(weights)
+    model[0].requires_grad_(True)
+    if not resumes:
+        torch._dynamo.reset()  # torch 2.11 does not notice
+        train(compiled, 100 * x)
+    state(compiled).load_state_dict(saved)
+    train(compiled, x)
+    state(compiled).step()
+    assert state(compiled).scale("0:input") == 448 / x.abs().max()
+    assert state(compiled).amax_history("0:grad_output").count_nonzero() == 1
 
 
 def test_weights_that_are_untied_have_scales_of_their_own():
