@@ -60,6 +60,7 @@ class ModuleNames:
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
         self._seen: dict[str, list[Seen]] = {}
+        self._new: list[str] = []
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
         """The placement of the instance that a call with `args` belongs to."""
@@ -77,13 +78,18 @@ class ModuleNames:
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
-        known = next(
-            (i for i, one in enumerate(seen) if one.id == id(tensor)), None
-        )  # also with other memory: `p.data = other`
+        known = next((i for i, one in enumerate(seen) if one.is_of(tensor)), None)
+        number = next((i for i, one in enumerate(seen) if one.is_gone), len(seen)) if known is None else known
+        name = f"{variable}#{number}" if number else variable
         if known is None:
-            known = next((i for i, one in enumerate(seen) if one.is_gone), len(seen))
-        seen[known : known + 1] = [Seen(tensor, None)]
-        return f"{variable}#{known}" if known else variable
+            seen[number : number + 1] = [Seen(tensor, None)]
+            self._new.append(name)
+        return name
+
+    def take_new(self) -> list[str]:
+        """The names that were given to new instances of a function's variables since the last call."""
+        new, self._new = self._new, []
+        return new
 
 
 def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:

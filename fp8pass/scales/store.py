@@ -153,7 +153,8 @@ class DelayedStore:
 
     def part(self, names: Sequence[str]) -> None:
         """Let names of `names`, the tensors of one graph, that stand for another tensor be tensors again: inputs and gradients
-        that were one on another way through the model, and weights that were tied and are not, as the graph has both."""
+        that were one on another way through the model, and weights that were tied and are not, as the graph has both. One of
+        tied weights alone is the other."""
         taken = {name for name in names if name not in self.aliases}
         for name in (name for name in names if name in self.aliases):
             if self.aliases[name] in taken or not _is_weight(name):

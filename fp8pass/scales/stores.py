@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8pass.errors import CheckpointMismatchError, preview
-from fp8pass.graph.origin import TensorName
+from fp8pass.graph.origin import TensorName, begins
 from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
@@ -152,6 +152,13 @@ class Stores(InputProvider):
             store.add_alias(alias, name)
 
     # -- tensors
+
+    def begin_anew(self, variables: Sequence[str]) -> None:
+        """Empty the histories of instances of a function's variables that others have taken the place of."""
+        for store in self if variables else ():
+            kept = {*store.aliases, *store.restored}
+            of = {name: TensorName.parse(name).module for name in store.names if name not in kept}
+            store.forget([name for name, module in of.items() if any(begins(variable, module) for variable in variables)])
 
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
