@@ -105,17 +105,17 @@ def test_tensors_that_were_one_on_another_way_have_histories_of_their_own():
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_tensor_that_is_one_with_another_on_one_way_alone_is_kept_and_saved(first):
-    x, ways = torch.randn(32, 64), (first, not first)
+    x, order = torch.randn(32, 64), (first, not first)
     models = [ways(lambda self, x: self.b(1000 * x)) for _ in range(2)]
     compiled, resumed = (fp8(model, TWO_STEPS, step="manual") for model in models)
-    for models[0].in_turn in ways:
+    for models[0].in_turn in order:
         train(compiled, x)
         state(compiled).step()
     for name, scale in (("a:input", 448 / x.abs().max()), ("b:input", 448 / (1000 * x).abs().max())):
         assert state(compiled).scale(name) == scale
     models[1].load_state_dict(models[0].state_dict())
     state(resumed).load_state_dict(state(compiled).state_dict())
-    for way in reversed(ways):
+    for way in reversed(order):
         models[0].in_turn = models[1].in_turn = way
         train(compiled, x)
         train(resumed, x)
