@@ -184,7 +184,7 @@ MUTANTS: list[Mutant] = [
         ("rules may differ in one graph",
          "if rules.recipe_for(module, record.role) != rules.recipe_for(record.module, record.role):", "if False:")),
     *_of("runtime/instances.py", "fp8pass/test_graph_breaks.py fp8pass/test_names.py fp8pass/test_lifecycle.py",
-        ("instances have one name", 'return f"{variable}#{known}" if known else variable', "return variable")),
+        ("instances have one name", 'name = f"{variable}#{number}" if number else variable', "name = variable")),
     *_of("runtime/instances.py", "fp8pass/test_names.py -k wrappers",
         ("wrappers stay in names", "    if not wrapped:\n        return path\n", "    return path\n")),
     # -- weights
