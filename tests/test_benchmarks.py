@@ -224,7 +224,8 @@ def test_overhead(tmp_path, monkeypatch):
 
 def test_compile_time(tmp_path, monkeypatch):
     """Every measurement is written before the next begins: what is interrupted has its rows, of the least so far."""
-    seconds = {"cold": iter((3.0, 2.0)), "warm": iter((0.5, 0.25)), "mega-cache": iter((0.75, 0.5))}
+    warm = (0.5, 0.5, 0.75, 0.5, 0.25, 0.5)  # three starts for each cold one
+    seconds = {"cold": iter((3.0, 2.0)), "warm": iter(warm), "mega-cache": iter((0.75, 0.5))}
     known = []
 
     def run(name, blocks, cache, artifacts):
@@ -245,8 +246,8 @@ def test_compile_time(tmp_path, monkeypatch):
     failed = {what: row["failed"] for what, row in rows.items() if "failed" in row}
     assert failed == {"4 blocks current": BROKEN, "4 blocks mxfp8": unfinished}
     assert [rows["4 blocks delayed"][f"{kind} / bf16"] for kind in seconds] == [2.0, 0.25, 0.5]
-    assert [len(written) for written in known] == [0] * 3 + [1] * 3 + [2, 3] + [4] * 6
-    assert known[9]["4 blocks delayed"]["cold CPU s"] == 3.0
+    assert [len(written) for written in known] == [0] * 5 + [1] * 5 + [2, 3] + [4] * 10
+    assert known[12]["4 blocks delayed"]["cold CPU s"] == 3.0
 
 
 @pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
