@@ -163,7 +163,8 @@ class Fp8State:
 
         Raises CheckpointMismatchError, and changes nothing, if it does not fit: other tensors, another history length or
         another format, or nothing at all under a recipe with state. Before the first call the model's tensors are not known
-        yet; then module paths are checked now and tensors when the first graph is bound.
+        yet; then module paths are checked now and tensors when the first graph is bound. What is missing of a module that has
+        other tensors in the state, because it was frozen then, begins with an empty history.
         """
         entries = {key: value for key, value in state_dict.items() if key not in OF_NO_TENSOR}
         self._check_not_empty(state_dict, len(entries))
