@@ -96,7 +96,7 @@ class Exchanges:
         with torch.inference_mode(False), torch.no_grad():
             index = store.index_of(tuple(read))
             values = [(p.detach(), store.entries(name)) for name, p in read.items()]
-            matrices = [m for p, entries in values for m in ((p,) if entries == 1 else p.flatten(0, -3).unbind())]
+            matrices = [m for p, entries in values for m in ((p,) if entries == 1 else p.reshape(entries, -1).unbind())]
             amax = torch.stack(torch._foreach_norm(matrices, torch.inf, torch.float32))
             have_jumped = _have_jumped(torch.cat([_past(store, 2).index_select(1, index), amax[None]]))
             self._note(store, list(read), have_jumped & (amax * store.scale[index] > store.fp8_max[index]))

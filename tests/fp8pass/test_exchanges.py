@@ -115,16 +115,18 @@ def test_strict_is_an_error_and_the_step_goes_on():
     assert state(compiled).scale("0:weight") == pytest.approx(448 / model[0].weight.abs().max().item(), rel=0.05)
 
 
-def batched_experts():
-    return Net(lambda self, x: torch.bmm(x.expand(4, -1, -1), self.experts), experts=nn.Parameter(torch.randn(4, 64, 64) / 8))
+def batched_experts(shape):
+    experts = nn.Parameter(torch.randn(shape) / 8)
+    return Net(lambda self, x: torch.bmm(x.expand(4, -1, -1), self.experts.view(4, 64, 64)), experts=experts)
 
 
-def test_one_expert_of_many():
-    model = batched_experts()
+@pytest.mark.parametrize("shape", [(4, 64, 64), (256, 64)], ids=["batch", "matrix"])
+def test_one_expert_of_many(shape):
+    model = batched_experts(shape)
     compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager", select="all")
     train(compiled, model, 4)
     with torch.no_grad():
-        model.experts[2] *= 5
+        model.experts.view(4, 64, 64)[2] *= 5
     (name,) = (n for n in state(compiled).tensors if n.endswith("weight"))
     assert said(lambda: evaluate(compiled, model)) == [name]
 
