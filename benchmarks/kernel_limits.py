@@ -1,9 +1,11 @@
 """The resources that every configuration of every hand-written kernel takes, beside the GPU's limits: sm_89, 90, 100 and 120.
 
 A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
-it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. Only GEMMs have other
-Triton code for another GPU: `--every 4` compiles each configuration of the other kernels for one kind, by turns, and
-`--gemms` says so of GEMMs. benchmarks/catalogue.py makes them, lowering/triton/limits.py has the limits.
+it; nothing runs. "over" counts configurations that the GPU could not launch, or that spill because they may not take more
+registers. Below that limit ptxas sometimes spills a few bytes of its own accord, in order that one more program fits a
+multiprocessor: those are in "spilled bytes" alone. Only GEMMs have other Triton code for another GPU: `--every 4` compiles each
+configuration of the other kernels for one kind, by turns, and `--gemms` says so of GEMMs. benchmarks/catalogue.py makes them,
+lowering/triton/limits.py has the limits.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Used(NamedTuple):
     """Per thread."""
     stack: int
     """Bytes per thread in local memory: spilled registers, for our kernels have no local arrays."""
+    most_registers: int
+    """Per thread that the launch allows."""
     shared: int
     """Bytes."""
     threads: int
@@ -50,7 +54,7 @@ class Used(NamedTuple):
         taken = {
             "registers a thread": (self.registers, REGISTERS_PER_THREAD),
             "registers": (registers, REGISTERS),
-            "spilled bytes a thread": (self.stack, 0),
+            "spilled bytes a thread": (self.stack if self.registers >= self.most_registers else 0, 0),
             "bytes of shared memory": (self.shared, of.shared_memory),
             "threads": (self.threads, THREADS),
             "columns of tensor memory": (self.tensor_memory, of.tensor_memory),
@@ -63,7 +67,9 @@ def used(compiled: Any) -> Used:
     ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", dump(compiled.asm["cubin"], "-res-usage"))
     metadata = compiled.metadata
     threads = 32 * metadata.num_warps
-    return Used(int(registers), sum(map(int, memory)), metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0)
+    most = min(REGISTERS_PER_THREAD, REGISTERS // threads, metadata.maxnreg or REGISTERS_PER_THREAD)
+    tensor_memory = getattr(metadata, "tmem_size", None) or 0
+    return Used(int(registers), sum(map(int, memory)), most, metadata.shared, threads, tensor_memory)
 
 
 def limits_of(arch: int) -> Limits:

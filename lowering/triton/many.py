@@ -34,8 +34,7 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def warps(of_aligned: int, aligned: bool) -> int:
-    """The warps of a launch: twice as many where strides are arbitrary, as addresses take the registers of half a tile. With
-    fewer, ptxas spills some registers in order that one program more fits a multiprocessor."""
+    """The warps of a launch: twice as many where strides are arbitrary, as addresses take the registers of half a tile."""
     return of_aligned if aligned else 2 * of_aligned
 
 

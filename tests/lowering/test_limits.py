@@ -131,8 +131,9 @@ def of_sm90() -> dict[catalogue.Key, list[catalogue.Configuration]]:
 
 def test_what_is_over_a_limit():
     of = BY_CAPABILITY[12, 0]
-    fits = Used(255, 0, of.shared_memory, 256, 0)
+    fits = Used(255, 0, 255, of.shared_memory, 256, 0)
     assert fits.over(of) == []
+    assert fits._replace(registers=72, stack=16).over(of) == [], "ptxas could have taken more registers"
     for changed, words in (
         ({"shared": 147456}, "147456 bytes of shared memory of 101376"),
         ({"stack": 8}, "8 spilled bytes a thread of 0"),
@@ -173,15 +174,8 @@ def test_gemms_are_within_limits(arch):
 
 #: The GEMMs, whose tiles depend on the device: each device has configurations of its own.
 GEMMS = ("mm_blockwise_kernel", "grouped_rows_kernel", "grouped_batch_kernel")
-#: Bytes a thread that spill in forms that are not worth more registers for all: matrices whose lines are no multiples of 16
-#: bytes are read element by element, and statistics are of measured steps alone.
-SPILLED = {
-    "amax_kernel": 16,
-    "cast_columns_blockwise_kernel": 8,
-    "cast_transpose_kernel": 40,
-    "partial_amax_kernel": 24,
-    "statistics_kernel": 24,
-}
+#: Bytes a thread that ptxas may give up where it could have taken more registers: sixteen of them.
+MOST_SPILLED = 64
 
 
 @needs_triton
@@ -195,11 +189,8 @@ def test_casts_are_within_limits(arch, of_sm90):
             compiled = compile_launch(configuration.launch, arch)
             taken = kernel_limits.used(compiled)
             require_exact(compiled.asm["ptx"])
-            if "511" in configuration.name or "statistics" in name:
-                spilled = SPILLED.get(name.rpartition(".")[2], 0)
-                assert taken.stack <= spilled, configuration.name
-                taken = taken._replace(stack=0)
             assert taken.over(of) == [], configuration.name
+            assert taken.stack <= MOST_SPILLED, configuration.name
 
 
 RECORDED = sorted(RESULTS.glob("kernel_limits-triton-*.json"))
@@ -215,11 +206,7 @@ def test_recorded_rows_are_within_limits(path):
     assert recorded <= {f"{name} on sm_{arch}" for name in names for arch in ARCHS}
     gemms = {name for name in names if name.endswith(GEMMS)}
     assert {f"{name} on sm_{arch}" for name in gemms for arch in ARCHS} <= recorded
-    over = {row["what"]: row["spilled bytes"] for row in rows if row["over"] and "statistics" in row["what"]}
-    over |= {row["what"]: row["spilled bytes"] for row in rows if row["over"] and " 511x257 of 511x264 " in row["the first"]}
-    assert [row for row in rows if row["over"] and row["what"] not in over] == []
-    for what, spilled in over.items():
-        assert spilled <= SPILLED[what.partition(" ")[0].rpartition(".")[2]], what
+    assert [row for row in rows if row["over"] or row["spilled bytes"] > MOST_SPILLED] == []
 
 
 def test_both_tritons_are_recorded():
