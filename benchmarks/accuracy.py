@@ -87,18 +87,22 @@ def saved(
     args = _begin(bench, _SIZES, steps or 600, lr)
     bench.baseline = "the same run without saved_activations"
 
-    def row(what: str, seed: int, recipe: str | None, rounds_weights: bool) -> Row:
-        plain = _gpt_loss(args, seed, recipe, backend)
-        found = _gpt_loss(args, seed, recipe, backend, None if rounds_weights else "fp8", rounds_weights)
+    def row(what: str, recipe: str | None, seed: int, plain: float, option: str | None, rounds_weights: bool) -> Row:
+        found = _gpt_loss(args, seed, recipe, backend, option, rounds_weights)
         return {"what": what, "final loss": found, "without": plain, "difference %": 100 * (found / plain - 1)}
 
-    for seed in seeds:
-        # Two runs that differ by a rounding of their first weights alone: differences as small as theirs tell nothing.
-        what = f"None with its first weights rounded to bfloat16, {args.steps} steps, seed {seed}, lr {lr:g}"
-        yield from bench.row(what, row, what, seed, None, True)
-        for recipe in (None, *(recipes or RECIPES)):
-            what = f"{recipe} with saved_activations, {args.steps} steps, seed {seed}, lr {lr:g}"
-            yield from bench.row(what, row, what, seed, recipe, False)
+    def rows() -> Iterator[Row]:
+        for seed, recipe in itertools.product(seeds, (None, *(recipes or RECIPES))):
+            run = f"{args.steps} steps, seed {seed}, lr {lr:g}"
+            plain = bench(f"{recipe}, {run}", _gpt_loss, args, seed, recipe, backend)
+            if plain is not None:
+                what = f"{recipe} with saved_activations, {run}"
+                yield from bench.row(what, row, what, recipe, seed, plain, "fp8", False)
+                # The difference that any perturbation makes: smaller ones tell nothing.
+                what = f"{recipe} with its first weights rounded to bfloat16, {run}"
+                yield from bench.row(what, row, what, recipe, seed, plain, None, True)
+
+    return rows()
 
 
 def defaults(
