@@ -21,6 +21,9 @@ from torch import nn
 from fp8pass.errors import Fp8Warning, preview, tell
 from fp8pass.scales.store import DelayedStore
 
+#: The state of a store, and for tensors of a graph the bounds that follow from it.
+_Bounds = tuple[tuple[int, int, int], dict[tuple[str, ...], torch.Tensor]]
+
 #: Calls of a graph compare its weights at least once in so many; so do step boundaries.
 CHECKED_CALLS = 16
 
@@ -61,6 +64,7 @@ class Exchanges:
         self._model, self._strict = model, strict
         self._weights: weakref.WeakKeyDictionary[DelayedStore, dict[str, None]] = weakref.WeakKeyDictionary()
         self._compared: weakref.WeakKeyDictionary[DelayedStore, int] = weakref.WeakKeyDictionary()  # Boundaries until then.
+        self._bounds: weakref.WeakKeyDictionary[DelayedStore, _Bounds] = weakref.WeakKeyDictionary()
         self._arriving: list[tuple[list[str], Arriving]] = []  # The tensor of each column, and whether it has grown so.
         self._is_told = False
 
@@ -94,12 +98,23 @@ class Exchanges:
         if not read or not _can_compare(store):
             return
         with torch.inference_mode(False), torch.no_grad():
-            index = store.index_of(tuple(read))
+            bound = self._bound(store, tuple(read))
             values = [(p.detach(), store.entries(name)) for name, p in read.items()]
             matrices = [m for p, entries in values for m in ((p,) if entries == 1 else p.reshape(entries, -1).unbind())]
             amax = torch.stack(torch._foreach_norm(matrices, torch.inf, torch.float32))
-            have_jumped = _have_jumped(torch.cat([_past(store, 2).index_select(1, index), amax[None]]))
-            self._note(store, list(read), have_jumped & (amax * store.scale[index] > store.fp8_max[index]))
+            self._note(store, list(read), (amax > bound) & (amax < torch.inf))
+
+    def _bound(self, store: DelayedStore, names: tuple[str, ...]) -> torch.Tensor:
+        """The amax of each column up to which a weight is that of the recorded steps, or does not saturate; float32 [n]."""
+        now = store.version, store.num_emptied, store.layout
+        then, kept = self._bounds.get(store, (None, {}))
+        if then != now:
+            self._bounds[store] = now, (kept := {})
+        if names not in kept:
+            index = store.index_of(names)
+            past = _past(store, 2).index_select(1, index)
+            kept[names] = torch.maximum(_most(*past.flip(0)), store.fp8_max[index] / store.scale[index])
+        return kept[names]
 
     def _note(self, store: DelayedStore, names: list[str], have_jumped: torch.Tensor) -> None:
         self._arriving.append(([n for n in names for _ in range(store.entries(n))], Arriving(have_jumped)))
@@ -141,10 +156,13 @@ def _past(store: DelayedStore, count: int) -> torch.Tensor:
 
 def _have_jumped(rows: torch.Tensor) -> torch.Tensor:
     """Tell which columns of rows [steps, n], the oldest first, have grown: NOTE [exchanged weights]; bool [n]."""
-    old, new = rows[:-1], rows[1:]
-    if len(rows) < 3:
-        jumped = (new > 4 * old) & (old > 0) & (new < torch.inf)
-    else:
-        old, new, older = old[1:], new[1:], old[:-1]
-        jumped = ((new > 2 * old) & (old < 1.5 * older) | (new > 4 * old) & (older > 0)) & (new < torch.inf)
-    return jumped.any(dim=0)
+    most = _most(rows[:-1]) if len(rows) < 3 else _most(rows[1:-1], rows[:-2])
+    new = rows[len(rows) - len(most) :]
+    return ((new > most) & (new < torch.inf)).any(dim=0)
+
+
+def _most(old: torch.Tensor, older: torch.Tensor | None = None) -> torch.Tensor:
+    """The most that an amax may be after `old`, which came after `older`, and not have jumped."""
+    if older is None:
+        return torch.where(old > 0, 4 * old, torch.inf)
+    return torch.where(old < 1.5 * older, 2 * old, torch.where(older > 0, 4 * old, torch.inf))
