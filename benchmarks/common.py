@@ -140,7 +140,8 @@ def run_and_report(
     record = record_of(name, bench.command)
 
     def add(row: Row) -> None:
-        rows[row["what"]] = row | ({"command": bench.command} if bench.keeps_rows else {})
+        made_by = {"command": bench.command, "commit": record["commit"], "date": record["date"]} if bench.keeps_rows else {}
+        rows[row["what"]] = row | made_by
         write(False)
 
     def write(is_complete: bool) -> None:
