@@ -1,5 +1,5 @@
-"""Host time: of a compiled call over plain torch.compile's, by the number of Parameters, and of a step boundary, with 1000
-tensors and by the number of blocks that are compiled one by one."""
+"""Host time: of a compiled call over plain torch.compile's, by the number of Parameters, of deciding a GEMM, and of a step
+boundary, with 1000 tensors and by the number of blocks that are compiled one by one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+import lowering
 from benchmarks.common import has_gpu, main
 from benchmarks.contestants import steady
 from benchmarks.isolation import Bench, Row
@@ -19,6 +21,10 @@ from fp8pass import fp8_compile, inspect, state
 from fp8pass.api import parts_of
 from fp8pass.runtime.session import Session, end_steps
 from lowering import update_scales
+from lowering.blockwise import gemm
+from lowering.grouped import gemm as grouped_gemm
+from lowering.hardware import triton_available
+from lowering.mxfp8 import gemm as mx_gemm
 
 _ROUNDS = 15
 #: Goals that this project has set itself. Over plain torch.compile: of a call in inference without FP8 operations, with state
@@ -26,6 +32,9 @@ _ROUNDS = 15
 CALL_GOAL_US, _STATE_GOAL_US, _MANY_GOAL_US, _TRAINING_GOAL_US, _BOUNDARY_GOAL_US = 8.0, 15.0, 25.0, 40.0, 2000.0
 _MANY = 1000
 _NUM_BLOCKS = (1, 16, 64)
+#: Of a blockwise GEMM, over an operation in Python that computes nothing; of others, over torch's per-tensor one.
+_DECISION_GOAL_US = 5.0
+_NOTHING = "nothing"
 
 
 def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, bench: Bench) -> dict[str, float]:
@@ -195,6 +204,74 @@ def _fp8_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
     yield from _compared(functions, max(1, repeat // 5), bench, {}, f"plain torch.compile, {suffix}")
 
 
+def _blockwise_decision(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """Host time of the checks before a blockwise GEMM, which computes nothing here."""
+    name, plain = "blockwise GEMM, bench and decision", "an operation in Python"
+    quantized = [
+        lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)
+        for n, granularity in ((128, "block_1x128"), (256, "block_128x128"))
+    ]
+    (a, scale_a), (b, scale_b) = quantized
+    how = {"granularity_a": "block_1x128", "granularity_b": "block_128x128", "out_dtype": torch.bfloat16}
+    gemm.IMPLEMENTATIONS[_NOTHING] = lambda given: lambda a, *others: a
+    library = torch.library.Library("overhead", "DEF")
+    schema = str(torch.ops.lowering.scaled_mm_blockwise.default._schema).partition("(")[2]
+    library.define(f"nothing({schema}")
+    library.impl("nothing", lambda a, *others, **options: a, "CompositeExplicitAutograd")
+    try:
+        functions = {
+            plain: functools.partial(torch.ops.overhead.nothing, a, b.t(), scale_a, scale_b, **how),
+            name: functools.partial(
+                torch.ops.lowering.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING
+            ),
+        }
+        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
+        yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
+    finally:
+        del gemm.IMPLEMENTATIONS[_NOTHING]
+
+
+def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """Host time of the checks before other GEMMs, which compute nothing here."""
+    if not triton_available():
+        return
+    from lowering import tensor_cores
+
+    (a, b), (line_a, line_b) = _fp8(device, (16, 32), (32, 32)), (torch.ones(n, 1, device=device) for n in (16, 32))
+    experts, bias = _fp8(device, (2, 32, 32))[0], torch.randn(32, device=device).bfloat16()
+    one, ends = torch.ones((), device=device), torch.tensor([8, 16], dtype=torch.int32, device=device)
+    to_bf16 = {"out_dtype": torch.bfloat16}
+    plain = "torch._scaled_mm, without a computation"
+
+    def nothing(a: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        return a
+
+    with (
+        mock.patch.object(torch, "_scaled_mm", nothing),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(mx_gemm, "decided", return_value=nothing),
+        mock.patch.object(grouped_gemm, "decided", return_value=("", nothing)),
+    ):
+        functions = {
+            plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, **to_bf16),
+            "per-tensor GEMM": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, **to_bf16),
+            "per-tensor GEMM with a bias": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, bias, **to_bf16),
+            "rowwise GEMM": functools.partial(
+                tensor_cores.scaled_mm_rowwise, a, b.t(), line_a, line_b, **to_bf16, fast_accum=True
+            ),
+            "MXFP8 GEMM": functools.partial(mx_gemm.scaled_mm_mxfp8, a, b.t(), line_a, line_b, **to_bf16),
+            "grouped GEMM": functools.partial(grouped_gemm.scaled_grouped_mm, a, experts.mT, one, one, ends, **to_bf16),
+        }
+        functions = {name if name == plain else f"{name}, decision": each for name, each in functions.items()}
+        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), "other GEMMs: nothing is computed")
+        yield from _compared(functions, repeat, bench, dict.fromkeys(set(functions) - {plain}, _DECISION_GOAL_US), plain)
+
+
+def _fp8(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=device).to(torch.float8_e4m3fn) for shape in shapes]
+
+
 def _boundary(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     count, length = 1000, 1024
     functions: dict[str, Callable[[], Any]] = {}
@@ -234,6 +311,8 @@ def run(bench: Bench) -> Iterator[Row]:
     ):
         yield from _empty_calls(what, model, options, goals, torch.randn(16, 16, device=device), repeat, bench)
     yield from _fp8_calls(device, repeat, bench)
+    yield from _blockwise_decision(device, repeat, bench)
+    yield from _other_decisions(device, repeat, bench)
     yield from _boundary(device, max(5, repeat // 50), bench)
     yield from _block_boundaries(device, max(3, repeat // 100), bench)
 
