@@ -146,10 +146,12 @@ class EagerRuns:
             if missing := self._missing.get(self._last):
                 count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
                 watched = missing if count <= WATCHED_CALLS or not count & (count - 1) else ()
-            watched = list(dict((*watched, *self._of_the_next_kind(self._last))).items())
+            if following := self._of_the_next_kind(self._last):
+                watched = list(dict((*watched, *following)).items())
         if watched and not _may_watch():
             return None
-        _listen()
+        if _start not in callback_handler.start_callbacks:
+            _listen()
         call = _in_thread.call = Call(self, outer, is_part)
         if watched:
             call.watch(watched)

@@ -132,7 +132,7 @@ def _callers() -> Iterator[tuple[Any, Any]]:
     """The calls on the stack of what torch.compile made, the innermost first: its context, and the module or function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_wrapper(frame.f_code, frame.f_globals):
+        if frame.f_code.co_name == _WRAPPER and _is_wrapper(frame.f_code, frame.f_globals):  # at every call, of every frame
             yield frame.f_locals["self"], _owner(frame.f_locals["fn"])
         frame = frame.f_back
 

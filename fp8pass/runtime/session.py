@@ -236,7 +236,7 @@ class Session:
             if counts and self.clock.is_step_due(trains):
                 self.end_due_step()
             self.weights.begin_forward(trains)
-            if trains and counts and self.manual_steps is not None and self.rules.stateful:
+            if trains and counts and self.manual_steps is not None:
                 self.manual_steps.begin_forward()
         self.clock.begin_forward(trains and counts)
         self.weights.releases.open(self.num_graph_calls)

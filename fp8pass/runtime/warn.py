@@ -71,7 +71,8 @@ def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> 
 
 def _tell_of_decisions(session: Session) -> None:
     seen = session.seen
-    if session.manual_steps is not None and "steps" not in seen.warned and (complaint := session.manual_steps.complaint):
+    complaint = "" if session.manual_steps is None or "steps" in seen.warned else session.manual_steps.complaint
+    if complaint and session.rules.stateful:
         _say(session, "steps", complaint)
     if seen.num_bound == seen.num_checked or seen.began_midway or (session.is_shared and not seen.went_backward):
         return
