@@ -213,8 +213,7 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
     if not store.restored or not store.is_complete:
         return
     kinds = {TensorName.parse(n).kind for n in store.names}
-    modules = modules_of(store.names)
-    lacking = [n for n in names if n not in store and TensorName.parse(n).module not in modules]
+    lacking = missing_of((n for n in names if n not in store), store.names)
     missing = [n for n in lacking if TensorName.parse(n).kind in kinds]
     if missing:
         raise CheckpointMismatchError(
@@ -223,10 +222,12 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
         )
 
 
-def modules_of(names: Iterable[str]) -> set[str]:
-    """The modules of tensors. One of which a saved state has some tensors was frozen then, or called in another way: what is
-    missing of it begins with an empty history, as it would have without the checkpoint."""
-    return {TensorName.parse(name).module for name in names}
+def missing_of(names: Iterable[str], saved: Iterable[str]) -> list[str]:
+    """Those of `names`, which a saved state lacks, that a state of this model has. A module of which it has other tensors was
+    frozen then, or called in another way: its inputs and gradients begin with empty histories, as without the checkpoint."""
+    modules = {TensorName.parse(name).module for name in saved}
+    parsed = ((name, TensorName.parse(name)) for name in names)
+    return [name for name, of in parsed if of.kind == "weight" or of.module not in modules]
 
 
 Scales = dict[DelayedStore, torch.Tensor]  # Per store the scales [capacity] of a call.

@@ -26,7 +26,7 @@ from fp8pass.runtime.instances import module_paths
 from fp8pass.runtime.session import Part, Session, end_steps, part_of
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
-from fp8pass.scales.stores import modules_of
+from fp8pass.scales.stores import missing_of
 from lowering.formats import fp8_max
 
 Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]  # Parts of a tensor's state, as the store calls them.
@@ -163,8 +163,8 @@ class Fp8State:
 
         Raises CheckpointMismatchError, and changes nothing, if it does not fit: other tensors, another history length or
         another format, or nothing at all under a recipe with state. Before the first call the model's tensors are not known
-        yet; then module paths are checked now and tensors when the first graph is bound. What is missing of a module that has
-        other tensors in the state, because it was frozen then, begins with an empty history.
+        yet; then module paths are checked now and tensors when the first graph is bound. A module that was frozen when the
+        state was saved has no gradients in it: their histories begin empty.
         """
         entries = {key: value for key, value in state_dict.items() if key not in OF_NO_TENSOR}
         self._check_not_empty(state_dict, len(entries))
@@ -458,9 +458,8 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
 
 
 def check_names(saved: Collection[str], current: Collection[str]) -> None:
-    """Raise CheckpointMismatchError with the names that differ, if any do, but for tensors of modules that have some."""
-    modules = modules_of(saved)
-    missing = sorted(n for n in set(current) - set(saved) if TensorName.parse(n).module not in modules)
+    """Raise CheckpointMismatchError with the names that differ, if any do: see `missing_of`."""
+    missing = sorted(missing_of(set(current) - set(saved), saved))
     unexpected = sorted(set(saved) - set(current))
     if missing or unexpected:
         raise CheckpointMismatchError(
