@@ -115,9 +115,9 @@ def test_sizes_that_are_no_multiple_of_16(sizes, recipe, backend):
     assert compiled(x).is_contiguous()
     gemms = inspect(compiled).gemms
     assert all(g.quantized for g in gemms)
-    assert sorted((g.m, g.n, g.k) for g in gemms) == sorted(
-        [(tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)]
-    )
+    shapes = sorted([(tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)])
+    found = sorted((g.m, g.n, g.k) for g in gemms)
+    assert set(found) <= set(shapes) if few else found == shapes, "Inductor multiplies by a single row or column without a GEMM"
 
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", MXFP8BlockScaling(enable_2d_quantization=True)], ids=["gw_hp", "2d"])
