@@ -112,7 +112,7 @@ class Instance:
         return found
 
     def remembered(self, variants: frozenset[str]) -> dict[int, Any]:
-        """What a recomputation has to know of a call, by the positions of the providers."""
+        """The state that a recomputation repeats, by the positions of the providers."""
         return {i: inputs.remember(variants) for i, inputs in self.bound.items()} if self.is_read else {}
 
     def tensors(

@@ -223,7 +223,7 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
 
 
 def missing_of(names: Iterable[str], saved: Iterable[str]) -> list[str]:
-    """Those of `names`, which a saved state lacks, that a state of this model has. A module of which it has other tensors was
+    """Names that a saved state lacks and a state of this model has. A module of which it has other tensors was
     frozen then, or called in another way: its inputs and gradients begin with empty histories, as without the checkpoint."""
     modules = {TensorName.parse(name).module for name in saved}
     parsed = ((name, TensorName.parse(name)) for name in names)
