@@ -23,7 +23,7 @@ from lowering.rowwise import reference
 from lowering.scaling import scales_from_amax
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, is_e5m2, on_device
-from lowering.triton.many import groups, is_aligned, table_of, warps
+from lowering.triton.many import groups, has_aligned_lines, is_aligned, table_of, warps
 from lowering.triton.tile import (
     INF_BITS,
     block_scale,
@@ -290,7 +290,7 @@ def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnw
             tiles_r, tiles_c = _tiles(rows, cols)
             amax_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, rows, cols, tiles_c, *x.stride()[-2:], batch_step(x), starts[-1],
-                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, is_aligned(x)),
+                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, has_aligned_lines(x)),
             )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
@@ -341,7 +341,7 @@ def _fill(
             cast_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
                 q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, batch_step(x), starts[-1],
-                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, is_aligned(x)),
+                BATCHED=x.dim() == 3, **flags, num_warps=warps(NUM_WARPS, has_aligned_lines(x)),
             )  # fmt: skip
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]

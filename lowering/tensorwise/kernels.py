@@ -19,7 +19,7 @@ from lowering.formats import FLOAT32_MAX, fp8_max, pad_to_alignment
 from lowering.tensorwise.reference import COLUMNWISE_TILE, ROWWISE_TILE, check_rowwise
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, batch_step, cdiv, grid_of, is_e5m2, on_device
-from lowering.triton.many import groups, is_aligned, num_programs, raise_amaxes, table_of, warps
+from lowering.triton.many import groups, has_aligned_lines, is_aligned, num_programs, raise_amaxes, table_of, warps
 from lowering.triton.tile import (
     INF_BITS,
     as_float32,
@@ -114,7 +114,7 @@ def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
         partials = torch.empty((*batch, num_tiles), dtype=torch.int32, device=x.device)
         partial_amax_kernel[(num_tiles, *batch)](
             x, partials, rows, cols, *x.stride()[-2:], batch_step(x),
-            BATCHED=bool(batch), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=warps(8, rows == 1 or is_aligned(x)),
+            BATCHED=bool(batch), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=warps(8, rows == 1 or has_aligned_lines(x)),
         )  # fmt: skip
         return finish_amax(partials)
 
@@ -418,7 +418,7 @@ def launch_one(
             rows, cols, *x.stride()[-2:],
             0 if rowwise is None else rowwise.shape[-2], cols16, columnwise_rows, rows16, batch_step(x), step_of(scale),
             BATCHED=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
-            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=warps(NUM_WARPS, is_aligned(x)),
+            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=warps(NUM_WARPS, has_aligned_lines(x)),
         )  # fmt: skip
         return partials
 

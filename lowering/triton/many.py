@@ -27,10 +27,15 @@ from lowering.triton.tile import ELEMENTS, as_float32, magnitude_bits
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """True if rows of a matrix or batch are contiguous, and its address, sizes and distances of rows and matrices multiples of
-    16."""
-    (*_, rows, cols), (*distances, stride_c) = x.shape, x.stride()
-    return stride_c == 1 and not any(n % GEMM_ALIGNMENT for n in (rows, cols, *distances, x.data_ptr()))
+    """True if rows of a matrix are contiguous, and its address, sizes and distance of rows multiples of 16."""
+    return x.stride(-1) == 1 and x.shape[-2] % GEMM_ALIGNMENT == 0 and has_aligned_lines(x)
+
+
+def has_aligned_lines(x: torch.Tensor) -> bool:
+    """True if rows or columns of a matrix or batch are contiguous, and their size, address and distances multiples of 16."""
+    lines = x if x.stride(-1) == 1 else x.mT
+    *distances, step = lines.stride()
+    return step == 1 and not any(n % GEMM_ALIGNMENT for n in (lines.shape[-1], *distances, x.data_ptr()))
 
 
 def warps(of_aligned: int, aligned: bool) -> int:
