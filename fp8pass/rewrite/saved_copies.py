@@ -86,8 +86,8 @@ def _sizes(shape: Sequence[Any]) -> list[int]:
 
 
 def shared_copies(forward: fx.Graph, backward: fx.Graph, context: GraphContext) -> dict[Any, SharedCopy]:
-    """The copies of a partitioned graph that GEMMs read, by the `lines_of` what they are copies of: one that the backward
-    reads, or else the forward. Reads only."""
+    """The copies of a partitioned graph that GEMMs read, by `lines_of` the matrices that they are copies of: of each matrix one
+    that the backward reads, or else the forward. Reads only."""
     found: dict[Any, SharedCopy] = {}
     for gemm, data, scale_inv, index in operands(forward, backward):
         copy = _copy(gemm, data, scale_inv, index, context)

@@ -150,8 +150,7 @@ class EagerRuns:
                 watched = list(dict((*watched, *following)).items())
         if watched and not _may_watch():
             return None
-        if _start not in callback_handler.start_callbacks:
-            _listen()
+        _listen()
         call = _in_thread.call = Call(self, outer, is_part)
         if watched:
             call.watch(watched)
@@ -159,8 +158,7 @@ class EagerRuns:
 
     def begin_settled(self) -> Call:
         """Begin an outermost call in which nothing is to be watched."""
-        if _start not in callback_handler.start_callbacks:
-            _listen()
+        _listen()
         call: Call = Call(self, None, False)
         _in_thread.call = call
         return call
@@ -448,6 +446,8 @@ def multiplies(module: nn.Module) -> bool:
 
 def _listen() -> None:
     """Have Dynamo call back around its traces of frames. `torch._dynamo.reset()` makes it forget that, and what is known."""
+    if _start in callback_handler.start_callbacks:  # asked here, too, as this is called around every forward
+        return
     if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()

@@ -315,8 +315,9 @@ class _Runner(fx.Interpreter):
         key = self.call.placement.name_module(record.path), SAVED
         if probe.outputs:
             probe.saved[key] += size_hint(value.bytes_before) - size_hint(value.bytes_after)
-        if probe.toggled != key or value.quantization is None:
+        if probe.toggled != key:
             return x
+        assert value.quantization is not None  # else it would not be among the saved ones
         q, scale_inv = ops.save_activation(x.permute(value.order), **scaling(value.quantization))
         back = sorted(range(len(value.order)), key=value.order.__getitem__)
         return ops.load_activation(q, scale_inv, dtype=x.dtype).permute(back)
