@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.options import BackendName, FsdpGather, SavedActivations, StepMode, WeightCopies
     from fp8pass.recipes.engines import Engine
     from fp8pass.rules import Select
-    from fp8pass.runtime.session import Part
+    from fp8pass.runtime.session import Part, Session
     from fp8pass.scales.view import Fp8State
     from fp8pass.tools.diff import Difference
     from fp8pass.tools.estimation import Estimation
@@ -470,11 +471,10 @@ def parts_of(compiled: object) -> list[Part]:
     """The compiled parts of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     from torch import nn
 
-    from fp8pass.runtime.named_backend import named_session
     from fp8pass.runtime.session import Part
     from fp8pass.runtime.wrap import replaced, session_of
 
-    session = session_of(compiled) or named_session(compiled)
+    session = session_of(compiled) or _named_session(compiled)
     if session is not None:
         return [Part(session)]
     if (cause := replaced(compiled)) is not None:
@@ -488,16 +488,23 @@ def parts_of(compiled: object) -> list[Part]:
     return parts
 
 
+def _named_session(compiled: object) -> Session | None:
+    """The session of what was compiled by the backend's name. Torch imports the module of the backend before anything is, and
+    once it is there, calls of all models look for callers that were."""
+    named = sys.modules.get("fp8pass.runtime.named_backend")
+    session: Session | None = None if named is None else named.named_session(compiled)
+    return session
+
+
 def _compiled_modules(model: torch.nn.Module) -> list[Part]:
     from fp8pass.runtime.instances import without_wrappers, wrapper_paths
-    from fp8pass.runtime.named_backend import named_session
-    from fp8pass.runtime.session import Part, Session
+    from fp8pass.runtime.session import Part
     from fp8pass.runtime.wrap import replaced, session_of
 
     wrapped = wrapper_paths(model)
     found: dict[Session, Part] = {}
     for path, module in model.named_modules():
-        session = session_of(module) or named_session(module)
+        session = session_of(module) or _named_session(module)
         if session is None and (cause := replaced(module)) is not None:
             raise NotCompiledError(f"{path}: {cause}")
         if session is not None:

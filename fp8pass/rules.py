@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -90,7 +91,19 @@ def parse_rules(
     if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
     parsed = tuple(_parse_rule(pattern, value) for pattern, value in (rules or {}).items())
-    return Rules(default, parsed, select, min_speedup)
+    return _same_object(Rules(default, parsed, select, min_speedup))
+
+
+_known: weakref.WeakKeyDictionary[Rules, weakref.ref[Rules]] = weakref.WeakKeyDictionary()
+
+
+def _same_object(rules: Rules) -> Rules:
+    """The first of all equal rules that are alive: models with equal ones share graphs, and each call finds its graph by the
+    identity of its rules."""
+    known = _known.get(rules, lambda: None)()
+    if known is None:
+        _known[rules] = weakref.ref(rules)
+    return known or rules
 
 
 def parse_schedule(schedule: object, start: Rules) -> Schedule:

@@ -509,14 +509,14 @@ def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]
 
 def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Hashable]:
     """A fast function from a graph's arguments to the identities of the Parameters among them."""
-    if not _HAS_ADDRESSES or not positions:
+    held = set(positions)
+    starts, ends = [p for p in positions if p - 1 not in held], [p + 1 for p in positions if p + 1 not in held]
+    if not _HAS_ADDRESSES or len(positions) < 8 + 3 * len(starts):  # each part costs as much as three identities
         pick = _getter(positions)
         return lambda args: tuple(map(id, pick(args)))
-    first, held = positions[0], set(positions)
-    offset, size = _HEADER + first * _ADDRESS, (positions[-1] + 1 - first) * _ADDRESS
-    starts = ((p - first) * _ADDRESS for p in positions if p - 1 not in held)
-    ends = ((p + 1 - first) * _ADDRESS for p in positions if p + 1 not in held)
-    parts = list(map(slice, starts, ends))
+    first = positions[0]
+    offset, size = _HEADER + first * _ADDRESS, (ends[-1] - first) * _ADDRESS
+    parts = [slice((start - first) * _ADDRESS, (end - first) * _ADDRESS) for start, end in zip(starts, ends, strict=True)]
 
     def identities(args: tuple[Any, ...]) -> bytes:
         addresses = ctypes.string_at(id(args) + offset, size)

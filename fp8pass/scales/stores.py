@@ -328,6 +328,8 @@ class BoundState(BoundInputs):
                 scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
             amax = window.amax if records is Records.ALL else scratch
             grad_amax = scratch if records is Records.NOTHING else window.amax
-            # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            found += (scale.data, amax.data, grad_amax.data, window.slots)
+            if torch.is_grad_enabled():
+                # `.data` gives each call version counters of its own: the boundary may change the state before the backward.
+                scale, amax, grad_amax = scale.data, amax.data, grad_amax.data
+            found += (scale, amax, grad_amax, window.slots)
         return found
