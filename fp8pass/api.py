@@ -94,9 +94,9 @@ def fp8_compile(
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
             `model.forward(x)` run eagerly.
-        strict: raise StrictError where the compiled model would give an `Fp8Warning`: a rule that has matched nothing when the
-            first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call or a
-            module that ran eagerly, and `model.compile()` after `in_place=True`.
+        strict: raise StrictError where the compiled model would give an `Fp8Warning`, such as a rule that has matched nothing
+            when the first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call or
+            a module that ran eagerly, and `model.compile()` after `in_place=True`. The page on what runs in FP8 lists all.
         match: the inference engine whose online quantization forward GEMMs reproduce byte for byte, FP8 values and scales:
             "vllm" ("current", in which q, k and v, and gate and up, have one scale together; "rowwise"; and blockwise
             in float32), "vllm-per-tensor" ("current" with one scale per input, too), "deepgemm" ("blockwise") or "hf",

@@ -92,8 +92,8 @@ class StaleWeightError(Fp8Error, RuntimeError):
 
 
 class Fp8Warning(UserWarning):
-    """Something does not run as requested: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
-    does, or `model.compile()` replaced `fp8_compile(in_place=True)`. Each is given once per compiled model."""
+    """Something does not run as requested, for example: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a
+    head does, or `model.compile()` replaced `fp8_compile(in_place=True)`. Each is given once per compiled model."""
 
 
 class Fp8FallbackWarning(Fp8Warning):

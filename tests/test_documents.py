@@ -159,6 +159,17 @@ def test_figures_of_a_benchmark_are_those_of_its_stored_results():
         assert {row[1:] for row in rows if row[0] == letter} <= stored, letter
 
 
+def test_commits_of_the_benchmarks_are_in_the_history():
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs a clone with its history")
+    commits = re.findall(r"\| ([0-9a-f]{7}) \|$", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
+    assert commits
+    assert [c for c in dict.fromkeys(commits) if git("merge-base", "--is-ancestor", c, "HEAD").returncode] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.zoo
 def test_the_printed_estimate_is_that_of_the_command():
