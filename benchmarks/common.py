@@ -145,7 +145,7 @@ def run_and_report(
         write(False)
 
     def write(is_complete: bool) -> None:
-        """At once: whoever is stopped in between leaves the record before."""
+        """At once: a run that is stopped in between leaves the record before."""
         record.update({"rows": list(rows.values()), "baseline": bench.baseline, "checks": bench.checks, "notes": bench.notes})
         out.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".new").write_text(json.dumps(record | {"is_complete": is_complete}, indent=1) + "\n")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: What is asked for, and the unit in which it goes into rows. MHz, W, degrees Celsius.
+#: The values queried, and the unit in which each goes into rows. MHz, W, degrees Celsius.
 QUERY = {"clocks.sm": "SM MHz", "clocks.mem": "memory MHz", "power.draw": "W", "temperature.gpu": "°C"}
 _SAMPLE_MS = 100
 _TIMESTAMP = "%Y/%m/%d %H:%M:%S.%f"

@@ -19,7 +19,7 @@ from fp8pass.integrations.torchtitan import Fp8Converter
 
 
 def in_fp8(config: Trainer.Config, flavor: str) -> Trainer.Config:
-    """A configuration of torchtitan's, with blocks in FP8. The head is in no block, and stays in high precision."""
+    """A configuration of torchtitan's, with blocks in FP8. The head is in no block, so it runs in high precision."""
     config.model_spec = model_registry(flavor, converters=[Fp8Converter.Config(recipe="delayed")])
     config.compile = CompileConfig(enable=True, components=["model", "loss"])
     return config

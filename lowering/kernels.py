@@ -54,7 +54,7 @@ OF_TENSOR, OF_LINES, OF_BLOCKS, OF_SQUARES = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def decoded(bits, E5M2: tl.constexpr):
-    """Float32 of finite FP8 bits: shifted into place, the exponent's bias mended by a product, which is exact."""
+    """Float32 of finite FP8 bits: shifted into place, the exponent's bias corrected by a product, which is exact."""
     code = bits.to(tl.int32)
     if E5M2:
         magnitude = ((code & 0x7F) << 21).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0

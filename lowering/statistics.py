@@ -341,7 +341,7 @@ def _check(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """One scale per tensor is given, others are not; a copy is asked for, and one where both are the same."""
+    """One scale per tensor is given, others are not; a copy is requested, and one where both are the same."""
     is_one = Granularity(granularity) is Granularity.TENSOR_WISE
     if rowwise + columnwise not in ((1,) if is_one else (1, 2)):
         raise ValueError(f"rowwise={rowwise}, columnwise={columnwise}: request {'one copy' if is_one else 'a copy'}")

@@ -57,7 +57,7 @@ def _checked(
 
 
 def _num_gemms(recipe: str, num_gemms: int) -> int | None:
-    """Recipes whose name says that grad_weight stays in high precision leave a third of them."""
+    """Recipes whose name says that grad_weight is in high precision leave a third of them."""
     return None if recipe.endswith("_hp") else num_gemms
 
 

@@ -65,7 +65,7 @@ def _of(*names: str) -> Callable[[Callable[..., Iterator[Sample]]], Callable[...
 
 
 def samples(operation: str, on: torch.device) -> list[Sample]:
-    """The samples of an operation, on a device; none for one that nobody has written samples of."""
+    """The samples of an operation, on a device; none for one without samples."""
     torch.manual_seed(0)
     return [sample for make in _SAMPLES.get(operation, ()) for sample in make(on)]
 

@@ -210,7 +210,7 @@ _FUSIBLE = _FREE | {prims.convert_element_type.default, aten._to_copy.default, a
 #: A tensor this many times smaller than what is made of it, such as a norm's rstd, costs nothing to save.
 _SMALL = 16
 
-#: weight_copies="auto": from this M on the copy of a weight is recomputed. By estimate (no GPU has run it: 4.3 TB/s, 1300
+#: weight_copies="auto": from this M on the copy of a weight is recomputed. Estimated (no GPU has run it: 4.3 TB/s, 1300
 #: TFLOP/s) reading a bfloat16 weight once more takes an H200 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and
 #: half of that whenever M doubles; saving the copy takes one byte per parameter until backward.
 #: Copies of experts' weights are recomputed in any case: an expert has few rows, but the experts have most of a model's

@@ -168,7 +168,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs, or take it from AOTAutograd's cache: `graph.cache` says which. graph: the record, which a
     miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles for a key. An entry that is
-    damaged stays where it is, so the graph has a second key."""
+    damaged is left there, so the graph has a second key."""
     off = is_off()
     if off is not None:
         graph.cache = f"bypassed: {off}"
@@ -225,7 +225,7 @@ def whole_entries() -> Any:
 
 
 def _why_bypassed(module: fx.GraphModule) -> str:
-    """Torch's reason for not taking a graph. It logs it and tells nobody, so its checks are made again."""
+    """Torch's reason for not taking a graph. It only logs it, so its checks are made again."""
     from torch._functorch._aot_autograd import autograd_cache
 
     for name in ("check_cacheable", "_collect_context_fn_hashes"):

@@ -9,7 +9,7 @@ to the scratch memory that its forward chose.
 
 NOTE [shared boundaries] Each compiled module has a session, whose step ends when its own next forward begins. Where that of one
 module begins, the steps of others are over, too, if nothing can come that belongs to them: their backwards have run, without a
-graph that is kept for another one. Ended now or at their own next forward, their histories get the same amaxes, as nobody
+graph that is kept for another one. Ended now or at their own next forward, their histories get the same amaxes, as nothing
 reads or writes them in between. So they end together, in one update (NOTE [shared memory] in `fp8pass.scales.shared`): those
 with equal options whose forward came behind that of the module in the last step, and whose gradients came from the same call
 of backward. Blocks of a model are such, and a generator and a critic, each trained by steps of its own, are not. Every other

@@ -1,7 +1,7 @@
 """One graph of Dynamo's: what it is compiled to, and its calls with the inputs of the right module instance.
 
-NOTE [a switch] The rules of a model may change at a step boundary, and a step may be a measured one. What Dynamo compiled
-stays: behind it, a call runs the graph for the key that the session has then, compiled when it is first needed. A recomputation
+NOTE [a switch] The rules of a model may change at a step boundary, and a step may be a measured one. Dynamo's code is
+kept: behind it, a call runs the graph for the key that the session has then, compiled when it is first needed. A recomputation
 runs the graph of its first run, whatever has changed since.
 
 NOTE [graphs of variants] A variant of a graph (NOTE [variants] in `fp8pass.inputs`) is compiled when a call first needs it. In

@@ -6,11 +6,11 @@ these, others over all ranks of the default group. Stages of a pipeline are comp
 differ are known to compute together, because the model shows it or because one of them reduces amaxes over the other, that is
 an error; where that is not known, a warning.
 
-NOTE [no collective] Ranks compare through the store of the default process group, so a rank that never trains a model keeps
-nobody in a collective. The first rank leaves its words there, every other one compares its own with them, and one that differs
-leaves its own beside them. A rank waits for the others, for a while, only where a collective would have to wait for them
-anyway: before the first forward of a model that shows its ranks, and before the first reduction of amaxes. Otherwise whoever
-comes first looks again at step boundaries.
+NOTE [no collective] Ranks compare through the store of the default process group, so a rank that never trains a model keeps no
+other rank in a collective. The first rank leaves its words there, every other one compares its own with them, and one that
+differs leaves its own beside them. A rank waits for the others, for a while, only where a collective would wait for them
+anyway: before the first forward of a model that shows its ranks, and before the first reduction of amaxes. Otherwise the first
+rank looks again at step boundaries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights whose values were exchanged under delayed scaling, found by their amaxes and said once.
+"""Weights whose values were exchanged under delayed scaling, found by their amaxes, with one warning.
 
 NOTE [exchanged weights] Delayed scaling quantizes a weight by the amaxes of earlier steps. An average that is copied in, merged
 or loaded adapters and another checkpoint may be larger, and saturate, until a step has recorded them; none of them tells us. In
@@ -6,7 +6,7 @@ training the recorded amaxes tell: each of the first 16 step boundaries, and eve
 history since the last time, so none is missed. Calls without gradients record nothing: there the Parameters themselves are
 read, in the first call of a graph and in those of `is_checked`. A weight counts that more than doubles after a step in which it
 hardly grew, or grows more than fourfold after two steps that recorded it: one that begins with zeros does neither. A history of
-length 1 or 2 tells of fourfold growth alone. Nothing changes but that it is said, once. On a GPU the host does not wait for the
+length 1 or 2 tells of fourfold growth alone. Nothing changes but for one warning. On a GPU the host does not wait for the
 result: it looks at it when a later call or boundary comes.
 """
 

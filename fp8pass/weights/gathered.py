@@ -13,8 +13,8 @@ copy, which forward GEMMs read, the second the columnwise one. Graphs have both 
 the forward, which only saves views of it. FSDP2 frees it with the Parameter, and the second gather fills it.
 
 NOTE [forward again] A forward that is run again in the backward, by activation checkpointing outside of the compiled graphs,
-would need the copy that is not there. It is seen in the first backward, before anything travels in FP8, and such a weight stays
-in high precision; a model that begins to do so later is refused.
+would need the copy that is not there. It is seen in the first backward, before anything travels in FP8, and such a weight
+remains in high precision; a model that begins to do so later is refused.
 
 NOTE [which gathers] Only gathers of forwards of the compiled model, and of the backwards of these, are in FP8. A gather for
 anybody else, such as `unshard()` or an eager call of the model, brings the Parameter as it is, as does one whose scale is not
@@ -302,7 +302,7 @@ class GatheredWeight:
             for weight in self._batch:
                 weight._made = None  # a gather that failed may have left it behind
         if not self._travels_in_fp8():  # what is set here may have to be undone: FSDP2 drops gathers that it made in vain
-            # A backward that saved the copy, and that must find the Parameter as it is, gets both, whoever gathers for it.
+            # A backward that saved the copy, and that must find the Parameter as it is, gets both.
             is_for_backward = in_backward() or self._is_of_another_step or (self._was_fp8 and not self._is_in_forward)
             parameter.all_gather_outputs = self._plain
             parameter._unsharded_inner_tensors = [*self._side.arrived, *self._derived] if is_for_backward else []

@@ -247,7 +247,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Cop
         # Loads run along the rows; the copies of a column-major x are the other copies of its transpose.
         x, (rowwise, columnwise) = x.mT, [copy and copy._replace(q=copy.q.mT) for copy in (columnwise, rowwise)]
     copies = [copy for copy in (rowwise, columnwise) if copy is not None]
-    first, second = copies[0], copies[-1]  # where one copy alone is asked for, the other's arguments are not touched
+    first, second = copies[0], copies[-1]  # where only one copy is requested, the other's arguments are not touched
     is_square, is_batch = cast.is_square, x.dim() == 3
     block_r, block_c, num_warps = tile_of(is_square, rowwise is not None, columnwise is not None)
     (rows, cols), (stride_r, stride_c) = x.shape[-2:], x.stride()[-2:]

@@ -44,7 +44,7 @@ def facts_of(node: Any) -> Facts:
 
 
 class OrderedBuffer(ir.ComputedBuffer):
-    """A computed buffer whose loops stay in the order they were written in. Inductor reorders loops by the strides of what they
+    """A computed buffer whose loops keep the order they were written in. Inductor reorders loops by the strides of what they
     read and write, each buffer for itself. Buffers that are to become one kernel over the same tile must not be pulled apart
     like that."""
 

@@ -199,7 +199,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Cop
             copy.q.zero_()
             copy.scale.zero_()
         return
-    first, second = copies[0], copies[-1]  # where one copy alone is asked for, the other's arguments are not touched
+    first, second = copies[0], copies[-1]  # where only one copy is requested, the other's arguments are not touched
     (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
     of_first = first.arguments()
     of_second = of_first if second is first else second.arguments()

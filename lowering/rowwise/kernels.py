@@ -327,7 +327,7 @@ def _fill(
     how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
     flags = {"ROWWISE": cast.rowwise, "COLUMNWISE": cast.columnwise, **how, **_TILE}
     asked = [copies for copies in (row, col) if copies is not None]
-    first, second = asked[0], asked[-1]  # where one copy alone is asked for, the other's arguments are not touched
+    first, second = asked[0], asked[-1]  # where only one copy is requested, the other's arguments are not touched
     places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
     for i, x in enumerate(xs):
         if not x.numel():

@@ -63,7 +63,7 @@ def compiles_ptx():
 @triton.jit
 def converted(x, E5M2: tl.constexpr):
     """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/formats.py. What is too large
-    saturates, infinities included; NaN stays, but for its sign."""
+    saturates, infinities included; NaN remains NaN, but for its sign."""
     if compiles_ptx():
         PTX: tl.constexpr = PTX_TO_E5M2 if E5M2 else PTX_TO_E4M3
         return tl.inline_asm_elementwise(PTX, PTX_CONSTRAINTS, [x], dtype=tl.uint8, is_pure=True, pack=PTX_PACK)
@@ -75,7 +75,7 @@ def converted(x, E5M2: tl.constexpr):
 @triton.jit
 def fp8_bits(x, scale, E5M2: tl.constexpr):
     """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept. NOTE
-    [saturating conversion] The conversion itself saturates, infinities too; NaN stays. E4M3 has no infinity, so one has to
+    [saturating conversion] The conversion itself saturates, infinities too; NaN remains. E4M3 has no infinity, so one has to
     become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign for all others, which a fused multiply-add adds
     without rounding twice. E5M2 has infinities: a caller that meets one, as the amax of its tile tells, stores `infinity_bits`
     over the 57344 that comes out here."""
