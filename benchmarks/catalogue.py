@@ -20,11 +20,11 @@ import torch
 import lowering
 from benchmarks.variants import Launch, Variant, recorded, variant_of
 from lowering import hardware
-from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, Granularity
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.operation import NAMESPACE
-from lowering.products import LineProduct
+from lowering.products import Product
 from lowering.scaling import scale_shape
 from lowering.triton.ahead import Kernel
 
@@ -228,7 +228,7 @@ def _epilogues() -> Iterator[tuple[str, Call]]:
         (*scales.items(), ("none", (scalar, scalar))), HIGH_PRECISION_DTYPES, (None, *HIGH_PRECISION_DTYPES)
     ):
         bias = None if bias_dtype is None else torch.ones(n, dtype=bias_dtype)
-        product = LineProduct(fp8(m, 16), fp8(n, 16).t(), *factors, bias, out_dtype=out_dtype)
+        product = Product(fp8(m, 16), fp8(n, 16).t(), *factors, bias, out_dtype=out_dtype)
         arguments = torch.empty(m, n), n, product, lines != "none"
         yield f"epilogue, scales of {lines}, to {out_dtype}, bias {bias_dtype}", Call(epilogue.launch, arguments, {})
 
@@ -283,7 +283,7 @@ def _dense(
     n = 192
     scales = [torch.empty(gemm_ready_scale_shape(outer, k, kind)) for kind, outer in zip(pair, (m, n), strict=True)]
     bias = torch.empty(n, dtype=out_dtype) if has_bias else None
-    given = BlockwiseGemm(
+    given = Product(
         fp8(m, k, dtype=formats[0]), fp8(n, k, dtype=formats[1]).t(), *scales, bias,
         granularity_a=pair[0].value, granularity_b=pair[1].value, out_dtype=out_dtype,
     )  # fmt: skip

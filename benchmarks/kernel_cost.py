@@ -35,10 +35,11 @@ from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from benchmarks.variants import Launch, compile_launch, recorded
 from lowering import hardware
-from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.operation import NAMESPACE
+from lowering.products import Product
 
 SIZE = 4096
 _FP8 = (("e4m3", E4M3), ("e5m2", E5M2))
@@ -335,7 +336,7 @@ def _launch(form: str, of_a: Granularity, of_b: Granularity, dtype: torch.dtype,
         m, n, k = 8192, 4096, 4096
         scales = [torch.empty(gemm_ready_scale_shape(outer, k, kind)) for kind, outer in ((of_a, m), (of_b, n))]
         return recorded(
-            scaled_mm_blockwise, BlockwiseGemm(empty_fp8(m, k, dtype=dtype), empty_fp8(n, k).mT, *scales, None, **options)
+            scaled_mm_blockwise, Product(empty_fp8(m, k, dtype=dtype), empty_fp8(n, k).mT, *scales, None, **options)
         )[-1]
     experts, rows, hidden, ffn = 128, 131072, 2048, 768
     if form == "rows":

@@ -20,8 +20,8 @@ from benchmarks.isolation import Bench, Row
 from benchmarks.timing import columns, in_turns
 from lowering.blockwise import gemm
 from lowering.blockwise import reference as blockwise
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.products import Product
 from lowering.tensorwise import reference
 
 ops = torch.ops.lowering
@@ -96,7 +96,7 @@ def _implementation(name: str, m: int, n: int, k: int, on: torch.device, bench: 
     b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
     expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
     scaling = {"granularity_a": one, "granularity_b": of_b}
-    asked = BlockwiseGemm(a, b.t(), scale_a, scale_b, **scaling)
+    asked = Product(a, b.t(), scale_a, scale_b, **scaling)
     legal = (kind for kind, library in gemm.LIBRARIES.items() if library.refusal(asked) is None)
     run = functools.partial(gemm.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **scaling)
     kinds = ["triton", *legal] if on.type == "cuda" else ["reference"]

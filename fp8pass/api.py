@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.scales.view import Fp8State
     from fp8pass.tools.diff import Difference
     from fp8pass.tools.estimation import Estimation
-    from fp8pass.tools.export.folder import ExportReport
+    from fp8pass.tools.export import ExportReport
     from fp8pass.tools.export.formats import FormatName
     from fp8pass.tools.external_graphs import RewrittenGraph
     from fp8pass.tools.inspection import Inspection
@@ -267,7 +267,7 @@ def export_fp8(
         ExportError: the format has no such name, the compiled model is a function or has adapters, or no weight can be written
             in FP8. On other ranks than 0 also if rank 0 could not write, where the error is raised as it is.
     """
-    from fp8pass.tools.export.folder import plan_export, write_folder
+    from fp8pass.tools.export import plan_export, write_folder
 
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes is {max_shard_bytes!r}; use a positive int, such as 5_000_000_000")
@@ -285,7 +285,7 @@ def state_dict_fp8(
     every rank must iterate. Tensors in high precision share memory with the model. Arguments and errors are those of
     `export_fp8`; errors are raised at the call.
     """
-    from fp8pass.tools.export.folder import iterate, plan_export
+    from fp8pass.tools.export import iterate, plan_export
 
     return iterate(plan_export(*_parts_and_model(compiled), format))
 

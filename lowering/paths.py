@@ -17,11 +17,11 @@ import torch
 
 from lowering import deep_gemm, hardware
 from lowering.blockwise.gemm import IMPLEMENTATIONS, as_told
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, Granularity
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
 from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
 from lowering.ops import e8m0_scales
+from lowering.products import Product
 
 
 class GemmPath(enum.Enum):
@@ -68,7 +68,7 @@ def _takes_deep_gemm(gemm: Gemm, platform: Platform) -> bool:
     return hardware.is_present(platform) and deep_gemm.library() is not None  # not expected on another machine
 
 
-def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
     """A blockwise GEMM by that of MXFP8, see NOTE [blocks of 128 as blocks of 32]. The scales are powers of two, which is
     checked on the CPU alone: a GPU would have to be waited for."""
     m, n, k = gemm.sizes

@@ -2,6 +2,7 @@
 kernels of every kind of scaling are held against."""
 
 import dataclasses
+from typing import Any, Self
 
 import torch
 
@@ -21,6 +22,13 @@ class Product:
     bias: torch.Tensor | None = None
     _: dataclasses.KW_ONLY
     out_dtype: torch.dtype = torch.bfloat16
+    granularity_a: str = "tensor_wise"  # Where the operation has it as an argument: with scales of blocks.
+    granularity_b: str = "tensor_wise"
+    fast_accum: bool = False  # Where it has that: with scales that are not of blocks.
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        return Granularity(self.granularity_a), Granularity(self.granularity_b)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -32,18 +40,16 @@ class Product:
         """None without a bias."""
         return None if self.bias is None else self.bias.dtype
 
+    def on(self, device: torch.device) -> Self:
+        """This product with its tensors on a device."""
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return dataclasses.replace(self, **tensors)
+
     def gemm(self, granularity_a: Granularity, granularity_b: Granularity, multiple: int = 1) -> hardware.Gemm:
         """The hardware's GEMM, with M rounded up to a multiple."""
         m, n, k = self.sizes
         dtypes = self.out_dtype, self.bias_dtype
         return hardware.Gemm(self.a.dtype, self.b.dtype, granularity_a, granularity_b, *dtypes, round_up(m, multiple), n, k)
-
-
-@dataclasses.dataclass(frozen=True)
-class LineProduct(Product):
-    """With scales that are not of blocks."""
-
-    fast_accum: bool = dataclasses.field(default=False, kw_only=True)
 
 
 def of_tensors(product: Product) -> torch.Tensor:

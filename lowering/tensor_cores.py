@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from lowering.checks import check_operands
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal
-from lowering.products import LineProduct, Product
+from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES, keep, layout_of
 from lowering.triton.epilogue import finished
 
@@ -50,13 +50,13 @@ def scaled_mm(
     # fmt: on
     compute = OF_TENSORS.get(key)  # written out: functions cost microseconds at each call
     if compute is None:
-        product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        product = Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
         compute = _of_tensors(product)
         keep(OF_TENSORS, key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 
-def _of_tensors(product: LineProduct) -> Compute:
+def _of_tensors(product: Product) -> Compute:
     """The function that computes products which differ from this one in their values alone."""
     a, b, bias, out_dtype, (m, n, k) = product.a, product.b, product.bias, product.out_dtype, product.sizes
     fast_accum = product.fast_accum
@@ -144,13 +144,13 @@ def scaled_mm_rowwise(
     # fmt: on
     compute = OF_ROWS.get(key)
     if compute is None:
-        product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        product = Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
         compute = _of_rows(product)
         keep(OF_ROWS, key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 
-def _of_rows(product: LineProduct) -> Compute:
+def _of_rows(product: Product) -> Compute:
     """The function that computes products which differ from this one in their values alone."""
     (m, n, _), out_dtype, fast_accum = product.sizes, product.out_dtype, product.fast_accum
     if fits(product):
@@ -176,7 +176,7 @@ def _of_rows(product: LineProduct) -> Compute:
     return afterwards
 
 
-def fits(product: LineProduct) -> bool:
+def fits(product: Product) -> bool:
     """True if torch's rowwise GEMM takes these tensors as they are, and is the kernel to prefer."""
     device, bias = product.a.device, product.bias
     gemm = product.gemm(Granularity.ROW_WISE, Granularity.ROW_WISE)

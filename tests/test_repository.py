@@ -61,7 +61,6 @@ ORDER = [
     "fp8pass.rewrite",
     "fp8pass.runtime",
     "fp8pass.scales.view",
-    "fp8pass.by_name",
     "fp8pass.tools.tables",
     "fp8pass.tools.monitoring",
     "fp8pass.tools",

@@ -16,8 +16,8 @@ from benchmarks.part0.cases import Case, Found, skip_if, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.operation import NAMESPACE, Operation
+from lowering.products import Product
 
 #: Of the matrix that `hand_written` kernels cast.
 _SHAPE = (512, 768)
@@ -135,4 +135,4 @@ def _blockwise_choice(sample: Sample) -> str:
     """The implementation that ran."""
     how = str(sample.options["implementation"])
     asked = {name: value for name, value in sample.options.items() if name != "implementation"}
-    return blockwise_gemm.chosen(BlockwiseGemm(*sample.arguments, **asked)) if how == "auto" else how
+    return blockwise_gemm.chosen(Product(*sample.arguments, **asked)) if how == "auto" else how

@@ -22,11 +22,11 @@ from benchmarks.timing import mean_seconds
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped.reference import GroupedGemm
 from lowering.operation import NAMESPACE
+from lowering.products import Product
 from lowering.scaling import scale_shape
 from lowering.triton import assembler
 
@@ -186,7 +186,7 @@ def _blockwise(sizes: _Sizes, on: torch.device, of_b: Granularity, how: str) -> 
     (qa, sa), (qb, sb) = (cast([x], E4M3, granularity=kind) for x, kind in ((a, one), (b, of_b)))
     kinds = {"granularity_a": one.value, "granularity_b": of_b.value}
     library = blockwise_gemm.LIBRARIES.get(how)
-    skip_if(None if library is None else library.refusal(BlockwiseGemm(qa, qb.t(), sa, sb, **kinds)))
+    skip_if(None if library is None else library.refusal(Product(qa, qb.t(), sa, sb, **kinds)))
     call = functools.partial(blockwise_gemm.scaled_mm_blockwise, qa, qb.t(), sa, sb, **kinds, implementation=how)
     expected = blockwise.dequantize(qa, sa, one) @ blockwise.dequantize(qb, sb, of_b).t()
     gate = within(relative_error(call(), expected), GEMM_ERROR)

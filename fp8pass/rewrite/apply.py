@@ -22,7 +22,7 @@ from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Epilogue, Launch, Options, Plan, Rewritten
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromInput, FromValue, Quantized, transposed_data
+from fp8pass.schemes.copies import Cast, Copy, FromInput, Quantized, transposed_data
 from fp8pass.schemes.emitter import FIRST_STEP, Emitter, StateNodes, zero
 from fp8pass.schemes.scheme import Scheme
 from lowering.formats import pad_to_alignment
@@ -179,7 +179,7 @@ class _Rewriter:
         if isinstance(cast.source, Copy):
             return self.applied.copies[cast.source].data
         groups, matrix = cast.tensor.value.groups, self._matrix(cast, cursor)
-        if groups is not None and isinstance(cast.source, FromValue) and cast.source.masked:
+        if groups is not None and cast.masked:
             matrix = self._masked(cursor, cast, groups, matrix)
         return matrix
 

@@ -25,7 +25,7 @@ from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, holds_tensor, r
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromValue, Layout, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, Layout, QuantizedTensor
 from lowering.formats import E4M3
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
@@ -80,7 +80,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 of_rows = _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
                 launches += [(cast,) for cast in of_rows]
             else:
-                source = gathers.get(tensor, FromValue())
+                source = gathers.get(tensor)
                 forms = tuple(layouts[c] for c in copies)
                 launches.append((Cast(tuple(copies), forms, decision.site, source, reads, is_first, is_pinned),))
             made.update(copies)
@@ -91,7 +91,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
 def _whole(copies: list[Copy], layouts: dict[Copy, Layout], decision: Rewritten) -> Cast:
     """The cast of a weight that shares a scale with others, before the GEMM that needs one of them first."""
     forms = tuple(layouts[copy] for copy in copies)
-    return Cast(tuple(copies), forms, decision.site, FromValue(), read_dtype(copies[0], decision.site))
+    return Cast(tuple(copies), forms, decision.site, None, read_dtype(copies[0], decision.site))
 
 
 def _casts_of_rows(
@@ -102,7 +102,7 @@ def _casts_of_rows(
     first = copies[0]
     if len(copies) == 2 and scheme_of(first.quantization).reads_rows_once(first.tensor):
         forms = tuple(layouts[copy] for copy in copies)
-        return [Cast(tuple(copies), forms, site, FromValue(), read_dtype(first, site), is_first, is_pinned)]
+        return [Cast(tuple(copies), forms, site, None, read_dtype(first, site), is_first, is_pinned)]
     found: list[Cast] = []
     for copy in copies:
         has_one_scale = scheme_of(copy.quantization).has_one_scale
@@ -110,9 +110,9 @@ def _casts_of_rows(
         is_late = is_moved and bool(known) and site.is_backward
         is_new = is_first and not found
         rows = dataclasses.replace(copy, columnwise=False)
-        source = rows if is_moved else FromValue(masked=has_one_scale and is_new)
+        source, masked = (rows, False) if is_moved else (None, has_one_scale and is_new)
         dtype = read_dtype(copy, site)
-        found.append(Cast((copy,), (layouts[copy],), site, source, dtype, is_new, is_pinned or is_late))
+        found.append(Cast((copy,), (layouts[copy],), site, source, dtype, is_new, is_pinned or is_late, masked))
     return found
 
 
@@ -122,7 +122,7 @@ def plan_launches(plan: Plan) -> Plan:
     layers = _layers([cast for launch in plan.launches for cast in launch])
     for launch in plan.launches:
         for cast in launch:
-            shares_scale = cast.tensor in plan.fused and isinstance(cast.source, FromValue)
+            shares_scale = cast.tensor in plan.fused and cast.source is None
             key: Hashable | None = launch if shares_scale else _key(cast, layers.get(cast))
             groups.setdefault(key if key is not None else cast, []).append(cast)
     parts = (tuple(casts[i : i + MOST_CASTS]) for casts in groups.values() for i in range(0, len(casts), MOST_CASTS))
@@ -168,7 +168,7 @@ def _numbered_prefixes(path: str) -> list[str]:
 def _key(cast: Cast, layer: str | None) -> Hashable | None:
     """Casts with equal keys can share a launch; None if this one cannot."""
     tensor = cast.tensor
-    is_matrix = isinstance(cast.source, FromValue) and tensor.value.groups is None and tensor.value.batch is None
+    is_matrix = cast.source is None and tensor.value.groups is None and tensor.value.batch is None
     own = scheme_of(tensor.quantization).launch_key(cast) if is_matrix else None
     root = tensor.value.root
     source = _source(root)

@@ -45,7 +45,7 @@ def select(
             continue
         else:
             reason = finder.reason(site)
-            is_head = reason.kind is ReasonKind.HEAD if reason is not None else finder.logits.resembles(site)
+            is_head = reason.kind is ReasonKind.HEAD if reason is not None else finder.resembles_logits(site)
         if reason is not None:
             chosen[site.node] = reason
         if is_head:
@@ -57,14 +57,26 @@ class _UseFinder:
     """Follows what becomes of GEMMs' results. Invariant: never changes the graph."""
 
     def __init__(self, graph: fx.Graph, context: GraphContext):
-        placeholders = graph.find_nodes(op="placeholder")
-        self.gradients = context.gradients_of(graph)
-        self.data = depends_on(graph, set(placeholders))
-        embeddings = {n for n, given in context.given(graph).items() if given.is_embedding}
-        self.embeddings = made_only_of(graph, embeddings)
-        self.leading_to_choices = leading_to_choices(graph, self.gradients)
-        self.logits = Logits(graph, self.gradients, context)
-        self.leading_to_logarithms = leading_to(graph, self.gradients, _is_log_softmax, keeps_elements)
+        given, self._surroundings = context.given(graph), context.surroundings
+        self.gradients = gradients = context.gradients_of(graph)
+        self.data = depends_on(graph, set(graph.find_nodes(op="placeholder")))
+        self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
+        self.leading_to_choices = leading_to_choices(graph, gradients)
+        self.leading_to_logarithms = leading_to(graph, gradients, _is_log_softmax, keeps_elements)
+        # For logits: NOTE [heads whose loss is outside of the graph].
+        parameters = {n for n, known in given.items() if known.is_parameter}
+        self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
+        self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
+        has_candidates = bool(self._vocabularies or self._elsewhere)
+        self._activations = depends_on(graph, set(given) - parameters) if has_candidates else set()
+        self._outputs = outputs = _outputs(graph)
+        returned = self._surroundings.returned
+        self._returned = {n for n, position in outputs.items() if returned is None or position in returned}
+        ends = {n for n in outputs if keeps_elements(n)}
+        self._leading = leading_to(graph, gradients, lambda n: n in ends, keeps_elements) if has_candidates else set()
+        weights = made_only_of(graph, parameters) - self.embeddings if has_candidates else set()
+        reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
+        self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
 
     def reason(self, site: GemmSite) -> Reason | None:
         """The reason why a forward GEMM is in high precision, or None."""
@@ -85,7 +97,7 @@ class _UseFinder:
             return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {override}")
         if self._feeds_cross_entropy(site.node):
             return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {override}")
-        if self.logits.are_made_by(site):
+        if self._makes_logits(site, self._vocabularies):
             return Reason(
                 ReasonKind.HEAD,
                 f"the result is an output of the graph, with a column per row of an embedding that its integer inputs index;"
@@ -117,6 +129,43 @@ class _UseFinder:
                     columns[node] = after
                     pending.append(node)
         return False
+
+    def resembles_logits(self, site: GemmSite) -> bool:
+        """Tell whether a result could be logits over an embedding that is not in this graph, as after a graph break."""
+        return self._makes_logits(site, self._elsewhere)
+
+    def _makes_logits(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
+        """Tell whether a forward GEMM's result are logits over an embedding with one of these numbers of rows."""
+        if not any(o.kind == "weight" for o in site.operands):
+            return False
+        a, b = site.operands
+        columns = site.m if a.kind == "weight" and b.kind != "weight" else site.n
+        if not any(same_size(columns, size) for size in sizes) or not self._read.isdisjoint(site.node.users):
+            return False
+        widths = self._surroundings.read_widths
+        is_end = widths is not None and columns not in widths
+        return self._reaches(self._outputs if is_end else self._returned, site.node)
+
+    def _reaches(self, outputs: Container[fx.Node], gemm: fx.Node) -> bool:
+        if gemm in outputs:
+            return True
+        own = following(gemm, self.gradients)
+        pending, seen = [gemm], {gemm}
+        while pending:
+            for user in pending.pop().users:
+                if user in seen or user not in self._leading or self._mixes(user, own):
+                    continue
+                if user in outputs:
+                    return True
+                seen.add(user)
+                pending.append(user)
+        return False
+
+    def _mixes(self, node: fx.Node, own: set[fx.Node]) -> bool:
+        """Tell whether a node combines a result with another activation of its shape, as sums of a residual stream do."""
+        value = value_of(node)
+        others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
+        return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
 
 
 def _is_log_softmax(node: fx.Node) -> bool:
@@ -165,7 +214,7 @@ def _dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
     return after.dim() - behind if all(same_size(x, y) for x, y in kept) else None
 
 
-# -- Heads whose loss is outside of the graph. Reads only.
+# -- NOTE [heads whose loss is outside of the graph]
 #
 # The result of such a GEMM reaches an output of the graph through views and pointwise code alone, and it has as many columns as
 # an embedding has rows that the caller's integers index. Tables of positions do not count: what indexes them is computed in the
@@ -180,68 +229,6 @@ def _dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
 SMALLEST_VOCABULARY = 32
 #: Operations that make constants of no tensor, all elements alike. `arange` is none: it makes positions.
 _FILLS = frozenset({"full", "scalar_tensor", "zeros", "ones", "full_like", "zeros_like", "ones_like"})
-
-
-class Logits:
-    """Finds GEMMs whose result is what the graph returns as logits. Invariant: never changes the graph."""
-
-    def __init__(self, graph: fx.Graph, gradients: set[fx.Node], context: GraphContext):
-        given = context.given(graph)
-        parameters = {n for n, known in given.items() if known.is_parameter}
-        self._gradients = gradients
-        self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
-        self._surroundings = around = context.surroundings
-        self._elsewhere = [n for n in around.embeddings if not _is_small(n)]
-        has_candidates = bool(self._vocabularies or self._elsewhere)
-        self._activations = depends_on(graph, set(given) - parameters) if has_candidates else set()
-        self._outputs = outputs = _outputs(graph)
-        self._returned = {n for n, position in outputs.items() if around.returned is None or position in around.returned}
-        ends = {n for n in outputs if keeps_elements(n)}
-        self._leading = leading_to(graph, gradients, lambda n: n in ends, keeps_elements) if has_candidates else set()
-        embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
-        weights = made_only_of(graph, parameters) - embeddings if has_candidates else set()
-        reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
-        self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
-
-    def are_made_by(self, site: GemmSite) -> bool:
-        """Tell whether a forward GEMM's result are logits over an embedding that the caller's integers index."""
-        return self._returns_one_of(site, self._vocabularies)
-
-    def resembles(self, site: GemmSite) -> bool:
-        """Tell whether it could be: over an embedding of the model that is not in this graph, as after a graph break."""
-        return self._returns_one_of(site, self._elsewhere)
-
-    def _returns_one_of(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
-        if not any(o.kind == "weight" for o in site.operands):
-            return False
-        a, b = site.operands
-        columns = site.m if a.kind == "weight" and b.kind != "weight" else site.n
-        if not any(same_size(columns, size) for size in sizes) or not self._read.isdisjoint(site.node.users):
-            return False
-        widths = self._surroundings.read_widths
-        is_end = widths is not None and columns not in widths
-        return self._reaches(self._outputs if is_end else self._returned, site.node)
-
-    def _reaches(self, outputs: Container[fx.Node], gemm: fx.Node) -> bool:
-        if gemm in outputs:
-            return True
-        own = following(gemm, self._gradients)
-        pending, seen = [gemm], {gemm}
-        while pending:
-            for user in pending.pop().users:
-                if user in seen or user not in self._leading or self._mixes(user, own):
-                    continue
-                if user in outputs:
-                    return True
-                seen.add(user)
-                pending.append(user)
-        return False
-
-    def _mixes(self, node: fx.Node, own: set[fx.Node]) -> bool:
-        """Tell whether a node combines a result with another activation of its shape, as sums of a residual stream do."""
-        value = value_of(node)
-        others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
-        return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
 
 
 def _is_small(size: Any) -> bool:

@@ -45,7 +45,7 @@ from fp8pass.rewrite.meaning import (
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
 from fp8pass.rewrite.simplify import RowsAndIndex
-from fp8pass.schemes.copies import Cast, Copy, FromInput, FromValue, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromInput, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
 from lowering import hardware
 from lowering.formats import Granularity
@@ -207,7 +207,7 @@ class _PlannedTerms:
             return data.moved(TRANSPOSE, STORED), scale_inv.moved(*[TRANSPOSE, STORED] * has_blocks)
         maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, Gather)
         has_one = quantization.has_one_scale
-        x = self.value(cast, masked=isinstance(source, FromValue) and source.masked)
+        x = self.value(cast, cast.masked)
         options = _how(maker.target, _options(cast.tensor, compact=gather))
         is_square = quantization.block is not None and len(set(quantization.block)) == 1
         is_moved = (has_one and (gather or groups is not None)) or (gather and is_square)
@@ -401,7 +401,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {place}")
         if tag and is_pinned(node) != any(cast.is_pinned for cast in launch):
             raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
-        if isinstance(first.source, FromValue):
+        if first.source is None:
             _check_launch(node, launch)
     for node in graph.nodes:
         if node.target in CASTS and node not in makers and node not in known:

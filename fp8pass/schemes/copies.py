@@ -87,13 +87,6 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class FromValue:
-    """The value itself, in high precision."""
-
-    masked: bool = False  # Rows of no group, which may hold NaN, are read as zeros: they would reach the one amax of all rows.
-
-
-@dataclasses.dataclass(frozen=True)
 class FromInput:
     """Inputs of the graph, which hold the copy already: nothing is cast."""
 
@@ -102,9 +95,9 @@ class FromInput:
     amax: fx.Node | None = None  # The amax of the tensor, for a graph that records it.
 
 
-Source = FromValue | Gather | Copy | FromInput
-"""From a gather this rank's shard is read: FP8 copies of it travel instead of the value. From another copy of the tensor the
-bytes are moved; the value is not read."""
+Source = Gather | Copy | FromInput | None
+"""None: the value itself, in high precision. From a gather this rank's shard is read: FP8 copies of it travel instead of the
+value. From another copy of the tensor the bytes are moved; the value is not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +111,7 @@ class Cast:
     reads: torch.dtype  # The dtype in which the value is read: a value that was computed in a wider one is rounded to it first.
     is_first: bool = True  # No earlier cast has quantized this tensor: its scale is computed here, its amax recorded.
     is_pinned: bool = False  # It is in the backward, although the forward could make it: its copies are recomputed.
+    masked: bool = False  # Rows of no group, which may hold NaN, are read as zeros: they would reach the one amax of all rows.
 
     @property
     def tensor(self) -> QuantizedTensor:

@@ -21,7 +21,7 @@ from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import ROWWISE, Cast, Copy, FromValue, Layout, Quantized
+from fp8pass.schemes.copies import ROWWISE, Cast, Copy, Layout, Quantized
 from fp8pass.schemes.emitter import Emitter
 from fp8pass.schemes.scheme import scaling
 from lowering.copies import stacked
@@ -152,7 +152,7 @@ def _cast(kind: CastKind, x: torch.Tensor, name: Kind) -> Cast:
     value = MatrixValue(root, rows, cols, None, batch)
     named = TensorName(name, name)
     copies = tuple(Copy(value, layout.columnwise, kind.quantization, kind.recipe, named) for layout in kind.layouts)
-    return Cast(copies, kind.layouts, _SITE, FromValue(), kind.dtype)
+    return Cast(copies, kind.layouts, _SITE, None, kind.dtype)
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

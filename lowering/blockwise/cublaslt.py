@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.reference import BlockwiseGemm, Compute, fault_of_kind, kind_of
+from lowering.blockwise.reference import Compute, fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, SCALE_ALIGNMENT, Granularity
+from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _SCALING = {
 }
 
 
-def refusal(gemm: BlockwiseGemm) -> str | None:
+def refusal(gemm: Product) -> str | None:
     """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
     if not gemm.a.is_cuda:
         return f"a is on {gemm.a.device}, not on a CUDA device"
@@ -37,7 +38,7 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
     return reason
 
 
-def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
+def _with_epilogue(gemm: Product) -> tuple[hardware.Gemm, bool]:
     """The GEMM that cuBLASLt is to compute, and whether its epilogue adds the bias: it takes one of the output's own half
     precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
     asked = gemm.gemm(*gemm.granularities, multiple=SCALE_ALIGNMENT)
@@ -45,7 +46,7 @@ def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
     return (asked, True) if takes_bias else (dataclasses.replace(asked, out_dtype=torch.float32, bias_dtype=None), False)
 
 
-def prepare(gemm: BlockwiseGemm) -> Compute:
+def prepare(gemm: Product) -> Compute:
     """The function that computes such GEMMs, which `refusal` has accepted."""
     rows, n, k = gemm.sizes
     asked, in_epilogue = _with_epilogue(gemm)
@@ -74,12 +75,12 @@ def prepare(gemm: BlockwiseGemm) -> Compute:
             return out
         from lowering.triton.epilogue import finished  # imports Triton
 
-        return finished(out, BlockwiseGemm(a, b, scale_inv_a, scale_inv_b, bias, **how))
+        return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, **how))
 
     return compute
 
 
-def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 

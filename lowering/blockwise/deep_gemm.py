@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lowering import deep_gemm
-from lowering.blockwise.reference import BlockwiseGemm, Compute, fault_of_kind, kind_of
+from lowering.blockwise.reference import Compute, fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
+from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 _SCALES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
 
 
-def refusal(gemm: BlockwiseGemm) -> str | None:
+def refusal(gemm: Product) -> str | None:
     """Why DeepGEMM cannot compute this GEMM, or None where it can."""
     if gemm.granularities != _SCALES:
         return f"it is used for 1x128 by 128x128 scales, not {' by '.join(g.label for g in gemm.granularities)}"
@@ -36,7 +37,7 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
     return deep_gemm.refusal(gemm.a, gemm.b, "fp8_gemm_nt")
 
 
-def prepare(gemm: BlockwiseGemm) -> Compute:
+def prepare(gemm: Product) -> Compute:
     """The function that computes such GEMMs, which `refusal` has accepted."""
     m, n, k = gemm.sizes
     device = gemm.a.device
@@ -55,7 +56,7 @@ def prepare(gemm: BlockwiseGemm) -> Compute:
     return compute
 
 
-def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from lowering.blockwise import cublaslt, deep_gemm, reference
-from lowering.blockwise.reference import BlockwiseGemm, Compute
+from lowering.blockwise.reference import Compute
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
+from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES, keep, layout_of, trusted
 
 
@@ -54,11 +55,11 @@ def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: to
     a, b, scale_inv_a, scale_inv_b, bias = operands
     reference.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
     reference.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)
-    gemm = BlockwiseGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
+    gemm = Product(*operands, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
     return prepared(gemm, implementation)
 
 
-def prepared(gemm: BlockwiseGemm, name: str) -> Compute:
+def prepared(gemm: Product, name: str) -> Compute:
     """The requested implementation of a blockwise GEMM; raises where that cannot compute it, and never replaces it."""
     if name == "auto":
         name = chosen(gemm)
@@ -67,14 +68,14 @@ def prepared(gemm: BlockwiseGemm, name: str) -> Compute:
     return IMPLEMENTATIONS[name](gemm)
 
 
-def chosen(gemm: BlockwiseGemm) -> str:
+def chosen(gemm: Product) -> str:
     """The implementation that "auto" stands for."""
     if not gemm.a.is_cuda:
         return "reference"
     return trusted(LIBRARIES, gemm) or "triton"
 
 
-def _by_triton(gemm: BlockwiseGemm) -> Compute:
+def _by_triton(gemm: Product) -> Compute:
     device = gemm.a.device
     if not gemm.a.is_cuda:
         raise ValueError(f"implementation='triton' needs CUDA tensors, a is on {device}; use 'reference' there")
@@ -89,32 +90,34 @@ def _by_triton(gemm: BlockwiseGemm) -> Compute:
     return kernels.prepare(gemm)
 
 
-def _by_library(name: str, library: Any, gemm: BlockwiseGemm) -> Compute:
+def _by_library(name: str, library: Any, gemm: Product) -> Compute:
     reason = library.refusal(gemm)
     if reason is not None:
         raise ValueError(f"{name} cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
     return library.prepare(gemm)
 
 
-def as_told(compute: Callable[[BlockwiseGemm], torch.Tensor]) -> Callable[[BlockwiseGemm], Compute]:
+def as_told(compute: Callable[[Product], torch.Tensor]) -> Callable[[Product], Compute]:
     """An implementation that decides nothing beforehand."""
 
-    def prepare(gemm: BlockwiseGemm) -> Compute:
+    def prepare(gemm: Product) -> Compute:
         how: Any = {"granularity_a": gemm.granularity_a, "granularity_b": gemm.granularity_b, "out_dtype": gemm.out_dtype}
-        return lambda *operands: compute(BlockwiseGemm(*operands, **how))
+        return lambda *operands: compute(Product(*operands, **how))
 
     return prepare
 
 
-def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
-    return reference.scaled_mm_blockwise(**vars(gemm))
+def _by_reference(gemm: Product) -> torch.Tensor:
+    operands = gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias
+    how: Any = {"granularity_a": gemm.granularity_a, "granularity_b": gemm.granularity_b, "out_dtype": gemm.out_dtype}
+    return reference.scaled_mm_blockwise(*operands, **how)
 
 
 DECISIONS: dict[Hashable, Compute] = {}
 
 #: The libraries that "auto" takes after a trial, in this order.
 LIBRARIES = {"deep_gemm": deep_gemm, "cublaslt": cublaslt}
-IMPLEMENTATIONS: dict[str, Callable[[BlockwiseGemm], Compute]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Product], Compute]] = {
     "triton": _by_triton,
     "deep_gemm": functools.partial(_by_library, "DeepGEMM", deep_gemm),
     "cublaslt": functools.partial(_by_library, "cuBLASLt", cublaslt),

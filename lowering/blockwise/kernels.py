@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from lowering.blockwise import reference
-from lowering.blockwise.reference import BlockwiseGemm, Compute, empty_scales
+from lowering.blockwise.reference import Compute, empty_scales
 from lowering.copies import CastOptions, by_output, empty_copy, is_column_major
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
+from lowering.products import Product
 from lowering.triton import limits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, has_whole_tiles, is_e5m2, is_whole, on_device
@@ -490,7 +491,7 @@ def scaled_mm_blockwise_kernel(
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(offsets_m < m)[:, None] & (offsets_n < n)[None, :])
 
 
-def prepare(gemm: BlockwiseGemm) -> Compute:
+def prepare(gemm: Product) -> Compute:
     """The function that computes `reference.scaled_mm_blockwise` of operands which differ from these in their values alone. Any
     M, N and K; rows of 16 bytes are what makes it fast."""
     a, b, (m, n, k), out_dtype = gemm.a, gemm.b, gemm.sizes, gemm.out_dtype
@@ -525,6 +526,6 @@ def prepare(gemm: BlockwiseGemm) -> Compute:
     return compute
 
 
-def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
     """The product of these operands."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)

@@ -23,7 +23,6 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,23 +37,6 @@ from lowering.products import Product, finished
 from lowering.trials import ProductKind, fault_of_sizes
 
 Compute = Callable[..., torch.Tensor]  # a, b, their scales and the bias or None -> the product.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockwiseGemm(Product):
-    """The arguments of `reference.scaled_mm_blockwise`, by their names."""
-
-    granularity_a: str
-    granularity_b: str
-
-    @property
-    def granularities(self) -> tuple[Granularity, Granularity]:
-        return Granularity(self.granularity_a), Granularity(self.granularity_b)
-
-    def on(self, device: torch.device) -> BlockwiseGemm:
-        """This GEMM with its tensors on a device."""
-        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        return dataclasses.replace(self, **tensors)
 
 
 def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
@@ -264,14 +246,14 @@ def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner
 _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
 
 
-def kind_of(gemm: BlockwiseGemm) -> ProductKind:
+def kind_of(gemm: Product) -> ProductKind:
     """The kind that a GEMM is of."""
     is_ragged = any(size % BLOCK for size in gemm.sizes)
     dtypes = gemm.a.dtype, gemm.b.dtype
     return ProductKind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
 
 
-def fault_of_kind(kind: ProductKind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
+def fault_of_kind(kind: ProductKind, compute: Callable[[Product], torch.Tensor]) -> str | None:
     """The fault of a library's results, or None."""
     granularity_a, granularity_b = kind.granularities
 
@@ -279,8 +261,9 @@ def fault_of_kind(kind: ProductKind, compute: Callable[[BlockwiseGemm], torch.Te
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
         b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
         scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-        gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
-        expected = scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
+        operands = a, b.t(), scale_inv_a, scale_inv_b, bias
+        expected = scaled_mm_blockwise(*operands, **scaling, out_dtype=torch.float32)
+        gemm = Product(*operands, **scaling, out_dtype=kind.out_dtype)
         return functools.partial(compute, gemm.on(kind.device)), expected
 
     return fault_of_sizes(kind, _RAGGED if kind.is_ragged else _WHOLE, made)

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.copies import empty_copy
+from lowering.copies import CastOptions, empty_copy
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
 from lowering.grouped.gemm_kernels import group_sizes, pick
-from lowering.grouped.reference import Columns, alignment, padded_width
+from lowering.grouped.reference import alignment, padded_width
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
@@ -306,57 +306,56 @@ def cast_columns(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
 ) -> list[torch.Tensor]:
     """See `reference.cast_columns`, which makes those for MXFP8: no GPU has a grouped GEMM of theirs yet."""
-    wanted = Columns(**options)
-    if x.numel() == 0 or wanted.granularity == Granularity.BLOCK_1X32:
+    if x.numel() == 0 or options["granularity"] == Granularity.BLOCK_1X32:
         return reference.cast_columns(x, dtype, offs, index, **options)
-    cast = _by_lines if wanted.granularity == Granularity.ROW_WISE else _by_blocks
+    cast = CastOptions.of(columnwise=True, pad_cols=options.pop("pad_outer", False), **{"rowwise": False, **options})
     with on_device(x):
-        return cast(x, dtype, offs, index, wanted)
+        return (_by_lines if cast.granularity == Granularity.ROW_WISE else _by_blocks)(x, dtype, offs, index, cast)
 
 
 def _by_blocks(
-    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, cast: CastOptions
 ) -> list[torch.Tensor]:
-    block_p, block_c, num_warps = BLOCK_TILES[wanted.rowwise]
-    rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False, with_others=wanted.rowwise)
+    block_p, block_c, num_warps = BLOCK_TILES[cast.rowwise]
+    rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False, with_others=cast.rowwise)
     (num_rows, cols), width = x.shape, rows.shape[0]
-    q = _empty(x, width, wanted.pad_outer)
+    q = _empty(x, width, cast.pad_cols)
     made = [q.view(dtype), torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()]
-    if wanted.rowwise:
+    if cast.rowwise:
         factors = torch.empty((cdiv(cols, BLOCK), num_rows), dtype=torch.float32, device=x.device).t()
         made = [empty_copy(x, dtype, False, False), factors, *made]
     row, of_row = made[0], made[1]  # those of columns where the rowwise copy is not asked for, and not touched
     cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
         x, rows, q, made[-1], row.view(torch.uint8), of_row, cols, q.shape[0], row.shape[1], num_rows, width, *x.stride(),
-        largest_finite(x.dtype), wanted.epsilon, ROWWISE=wanted.rowwise, E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0,
-        FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=num_warps,
-        maxnreg=None if wanted.power_of_2 or not wanted.rowwise else MOST_REGISTERS,
+        largest_finite(x.dtype), cast.epsilon, ROWWISE=cast.rowwise, E5M2=is_e5m2(dtype), HAS_EPSILON=cast.epsilon != 0,
+        FP8_MAX=fp8_max(dtype), POWER_OF_2=cast.power_of_2, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=num_warps,
+        maxnreg=None if cast.power_of_2 or not cast.rowwise else MOST_REGISTERS,
     )  # fmt: skip
     return made
 
 
 def _by_lines(
-    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, cast: CastOptions
 ) -> list[torch.Tensor]:
     """Two passes, as the casts of matrices."""
     (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
     num_groups, cols = offs.shape[0], x.shape[1]
     tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
-    how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": wanted.power_of_2}
+    how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
     rows, groups = map_of_rows(x, offs, index, align, with_groups=True)
     width = rows.shape[0]
-    q = _empty(x, width, wanted.pad_outer)
+    q = _empty(x, width, cast.pad_cols)
     amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
     scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
     amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
         x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
     )
     cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-        x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), wanted.epsilon,
+        x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), cast.epsilon,
         E5M2=is_e5m2(dtype), **how, **tile,
     )  # fmt: skip
     line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
-        amaxes, scale_inv, cols, q.shape[0], wanted.epsilon, **how, BLOCK_C=1024, num_warps=4
+        amaxes, scale_inv, cols, q.shape[0], cast.epsilon, **how, BLOCK_C=1024, num_warps=4
     )
     return [q.view(dtype), scale_inv]
 

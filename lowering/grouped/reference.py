@@ -100,17 +100,6 @@ class GroupedGemm:
         return hardware.Gemm(self.a.dtype, self.b.dtype, *self.granularities, self.out_dtype, is_grouped=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """The options of the cast of columns."""
-
-    granularity: str
-    pad_outer: bool = False
-    power_of_2: bool = True
-    epsilon: float = 0.0
-    rowwise: bool = False
-
-
 def scaled_grouped_mm(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -40,7 +40,7 @@ from lowering.inductor.tensorwise import (
     torch_gemm,
     transposed_copy,
 )
-from lowering.products import LineProduct
+from lowering.products import Product
 from lowering.rowwise.reference import scale_slices
 
 lowering_ops = torch.ops.lowering
@@ -177,7 +177,7 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
 def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
     """aten._scaled_mm with the scales of rows, or with a scale of 1 and generated code behind it (NOTE [scales after the
     GEMM]); where neither is legal, our op."""
-    given: Any = LineProduct(*operands, **options)
+    given: Any = Product(*operands, **options)
     if not (given.scale_inv_a.get_size() or given.scale_inv_b.get_size()):
         return lower_scaled_mm(*operands, **options)
     device, rows = given.a.get_device(), Granularity.ROW_WISE

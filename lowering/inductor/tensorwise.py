@@ -41,7 +41,7 @@ from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
-from lowering.products import LineProduct
+from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES
 
 lowering_ops = torch.ops.lowering
@@ -341,7 +341,7 @@ def lower_scales_from_amax(
 
 def lower_scaled_mm(*operands: Any, **options: Any) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form."""
-    given: Any = LineProduct(*operands, **options)
+    given: Any = Product(*operands, **options)
     if is_legal(given.a, given.b, given.bias, given.out_dtype):
         return torch_gemm(given, given.scale_inv_a, given.scale_inv_b)
     return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **options)

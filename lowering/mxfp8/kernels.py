@@ -6,7 +6,8 @@ Also the scales of blocks of 128 as those of MXFP8: both operands of a GEMM in o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import torch
 import triton
@@ -179,30 +180,27 @@ def cast_mxfp8_kernel(
         )  # fmt: skip
 
 
-class _Copy(NamedTuple):
-    """The destination of one copy of a matrix: views that the kernel indexes. q: uint8, by row and column of x. scale: by outer
-    and block of the copy; GEMM-ready, the memory."""
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""The destination of one copy of a matrix: views that the kernel indexes. Data: uint8, by row and column of x. Scales: by outer
+and block of the copy; GEMM-ready, the memory."""
 
-    q: torch.Tensor
-    scale: torch.Tensor
 
-    def arguments(self) -> tuple[Any, ...]:
-        q, scale = self
-        return q, *q.shape, *q.stride(), scale, *scale.stride()[:2]
+def _of_copy(copy: _Copy) -> tuple[Any, ...]:
+    q, scale = copy
+    return q, *q.shape, *q.stride(), scale, *scale.stride()[:2]
 
 
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Copy | None, columnwise: _Copy | None) -> None:
     """Fill the given copies of the matrix x, every element of them."""
     copies = [copy for copy in (rowwise, columnwise) if copy is not None]
     if x.numel() == 0:
-        for copy in copies:
-            copy.q.zero_()
-            copy.scale.zero_()
+        for view in itertools.chain(*copies):
+            view.zero_()
         return
     first, second = copies[0], copies[-1]  # where only one copy is requested, the other's arguments are not touched
     (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
-    of_first = first.arguments()
-    of_second = of_first if second is first else second.arguments()
+    of_first = _of_copy(first)
+    of_second = of_first if second is first else _of_copy(second)
     whole = (
         has_whole_tiles(BLOCK, BLOCK, rows, cols, stride_r, stride_c)
         and has_whole_tiles(BLOCK, BLOCK, *of_first[1:5])
@@ -238,9 +236,9 @@ def _new(
     codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:
         q = x.new_empty(*x.shape, dtype=torch.uint8)
-        return _Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
+        return (q, codes.t() if columnwise else codes), [q.view(dtype), codes]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK)
-    return _Copy(q.mT if columnwise else q, codes), [q.view(dtype), codes]
+    return (q.mT if columnwise else q, codes), [q.view(dtype), codes]
 
 
 #: Tiles of scales, along inner, that a program writes.

@@ -11,10 +11,10 @@ import torch
 
 import lowering  # noqa: F401 (the operations)
 from lowering.blockwise import reference as blockwise_reference
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
+from lowering.products import Product
 from lowering.scaling import scale_shape
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.kernel_cases import CASES, FP8, INPUTS, assert_same, awkward, case, check, main, poisoned_memory
@@ -97,7 +97,7 @@ def dense_blockwise(device: str) -> None:
         operands = copies[0][0], copies[1][0].t(), copies[0][1], copies[1][1], *([torch.arange(float(outers[1]))] * (i % 2))
         options = options_of(pair, out_dtype=INPUTS[(i + i // 3) % 3])
         with poisoned_memory():
-            found = scaled_mm_blockwise(BlockwiseGemm(*(x.to(device) for x in operands), **options))
+            found = scaled_mm_blockwise(Product(*(x.to(device) for x in operands), **options))
         assert_same(found, blockwise_reference.scaled_mm_blockwise(*operands, **options))
 
 

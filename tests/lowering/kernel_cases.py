@@ -22,7 +22,7 @@ from benchmarks.part0.samples import Sample, samples
 from lowering import products
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
-from lowering.products import LineProduct
+from lowering.products import Product
 from tests.support.copies import one_copy
 
 FP8 = (E4M3, E5M2)
@@ -268,7 +268,7 @@ def statistics_read_once(device: str) -> None:
         kernel("quantization_statistics")(x, E4M3, None, None, None, None, *factors, **options)
 
 
-def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, LineProduct]]:
+def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, Product]]:
     """Sums [m, padded n] of a GEMM, and the product that they are of."""
     for (m, n), out, of_bias in itertools.product(((1, 16), (9, 70), (13, 513), (40, 1040)), INPUTS, (None, *INPUTS)):
         generator = torch.Generator().manual_seed(m * n)
@@ -278,7 +278,7 @@ def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, LineProduct]]
         lines = [torch.rand(size, 1, generator=generator).to(device) * 1e-3 for size in (m, n)]
         bias = None if of_bias is None else torch.randn(2 * n, generator=generator).to(device, of_bias)[::2]
         for scales in (lines, [lines[0], scale_on(device, 0.37)], [scale_on(device, 0.37), lines[1]]):
-            yield sums, LineProduct(a, b.t(), *scales, bias, out_dtype=out)
+            yield sums, Product(a, b.t(), *scales, bias, out_dtype=out)
 
 
 @case

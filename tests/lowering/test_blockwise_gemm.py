@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowering
 from lowering import hardware
 from lowering.blockwise import cublaslt, gemm, reference
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.products import Product
 from tests.lowering.deep_gemm_stand_in import require_trial
 from tests.support.cases import each
 from tests.tolerances import SCALED_MM, relative_error
@@ -99,10 +99,10 @@ def test_a_gpu_without_fp8_is_refused_or_emulated(monkeypatch):
         assert callable(gemm.prepared(given, "reference"))
 
 
-def asked(a, b, bias, granularity_a, granularity_b, out_dtype) -> BlockwiseGemm:
+def asked(a, b, bias, granularity_a, granularity_b, out_dtype) -> Product:
     """A GEMM without scales, for what asks whether it can be computed."""
     scales = torch.empty(0), torch.empty(0)
-    return BlockwiseGemm(a, b, *scales, bias, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
+    return Product(a, b, *scales, bias, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(8, 128, 16), (132, 384, 256), (4, 1024, 128)])
@@ -138,7 +138,7 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
         bias = torch.empty(384, device="cuda", dtype=torch.bfloat16) if bias else None
         assert cublaslt.refusal(asked(a, b.t(), bias, *pair, torch.bfloat16)) is None
         out = cublaslt.scaled_mm_blockwise(
-            BlockwiseGemm(
+            Product(
                 a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1], out_dtype=torch.bfloat16
             )
         )
@@ -208,7 +208,7 @@ def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
         torch.randn(96).bfloat16()[::2],
     ):
         arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
-        out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(*arguments, **scaling, out_dtype=out_dtype))
+        out = cublaslt.scaled_mm_blockwise(Product(*arguments, **scaling, out_dtype=out_dtype))
         assert out.is_contiguous()
         expected = reference.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
         assert relative_error(out, expected.double()) < SCALED_MM[out_dtype] / 10, "sums in another order, rounded once"
@@ -258,7 +258,7 @@ def test_scales_at_any_address(moved, monkeypatch):
     shifted = torch.empty(scales[moved].numel() + 1)[1:].view(scales[moved].shape).copy_(scales[moved])
     assert shifted.data_ptr() % 16 == 4
     scales[moved] = shifted
-    out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(a, b.t(), scales["a"], scales["b"], **scaling))
+    out = cublaslt.scaled_mm_blockwise(Product(a, b.t(), scales["a"], scales["b"], **scaling))
     assert torch.equal(out, expected)
 
 
@@ -275,7 +275,9 @@ class Stand:
             raise errors[self.behaviour]("cuBLAS says no\nand more")
         if self.behaviour == "wrong":
             gemm = dataclasses.replace(gemm, scale_inv_a=gemm.scale_inv_a.flip(0))
-        return reference.scaled_mm_blockwise(**vars(gemm))
+        operands = gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias
+        how = {name: getattr(gemm, name) for name in ("granularity_a", "granularity_b", "out_dtype")}
+        return reference.scaled_mm_blockwise(*operands, **how)
 
 
 @pytest.mark.parametrize(

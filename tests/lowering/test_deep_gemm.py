@@ -8,8 +8,8 @@ import torch
 import lowering
 from lowering import deep_gemm as package
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
-from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.products import Product
 from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, require_trial, reversed_scales
 
@@ -23,7 +23,7 @@ def operand(outer, inner, granularity, dtype=E4M3):
 def asked(m=8, n=48, k=272, pair=(ONE, TWO), dtypes=(E4M3, E4M3), bias=None, out_dtype=torch.bfloat16):
     (a, scale_inv_a), (b, scale_inv_b) = operand(m, k, pair[0], dtypes[0]), operand(n, k, pair[1], dtypes[1])
     scaling = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
-    return BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)
+    return Product(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def test_it_gets_its_layouts_and_computes_the_reference(sizes, library):
     given = asked(*sizes)
     assert deep_gemm.refusal(given) is None
     out = deep_gemm.scaled_mm_blockwise(given)
-    expected = reference.scaled_mm_blockwise(**vars(given))
+    operands, (kind_a, kind_b) = (given.a, given.b, given.scale_inv_a, given.scale_inv_b), given.granularities
+    expected = reference.scaled_mm_blockwise(*operands, granularity_a=kind_a, granularity_b=kind_b)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5 * expected.abs().max().item())
     assert library.copies == 0, "the scales of a are taken as they are in memory"
 

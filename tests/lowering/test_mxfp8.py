@@ -219,7 +219,7 @@ def test_cublaslt_is_trusted_after_a_trial(fault, said, dtypes, bias_dtype, monk
 
 def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
     from lowering import paths as blockwise_by_mxfp8
-    from lowering.blockwise.reference import BlockwiseGemm
+    from lowering.products import Product
 
     def wrong(*args, **options):
         raise gemm.WrongGemmError("its relative error is 3")
@@ -230,7 +230,7 @@ def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
     monkeypatch.setattr(blockwise_by_mxfp8, "IMPLEMENTATIONS", instead)
     a, scale = ops.cast_blockwise([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
     names = {"granularity_a": "block_1x128", "granularity_b": "block_1x128"}
-    given = BlockwiseGemm(a, a.t(), scale, scale, None, **names)
+    given = Product(a, a.t(), scale, scale, None, **names)
     assert blockwise_by_mxfp8.scaled_mm_blockwise(given) is a
     assert asked == [given]
 

@@ -9,12 +9,13 @@ import torch
 from fp8pass.cost import B200, H100, H200, L40S, RTX_4090, RTX_5090, GemmShape, gemm_seconds
 from lowering import deep_gemm, hardware
 from lowering.blockwise import gemm as blockwise_gemm
-from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import Platform
 from lowering.paths import GemmPath, path_of
+from lowering.products import Product
 from tests.lowering.test_rowwise import operands, provided
 from tests.support.cases import each
 
@@ -63,11 +64,11 @@ def test_rows(platform, dtypes, out_dtype, fast_accum):
     assert path_of(gemm, platform, fast_accum=fast_accum) is (GemmPath.ROWS if scale_a.dim() else GemmPath.ROWS_AFTERWARDS)
 
 
-def blocks(dtypes, kinds, out_dtype) -> BlockwiseGemm:
+def blocks(dtypes, kinds, out_dtype) -> Product:
     a, b = torch.zeros(128, 256, dtype=dtypes[0]), torch.zeros(128, 256, dtype=dtypes[1]).t()
     scales = [torch.ones(gemm_ready_scale_shape(128, 256, kind)) for kind in kinds]
     names = {"granularity_a": kinds[0].value, "granularity_b": kinds[1].value}
-    return BlockwiseGemm(a, b, *scales, None, **names, out_dtype=out_dtype)
+    return Product(a, b, *scales, None, **names, out_dtype=out_dtype)
 
 
 @each("platform", PLATFORMS)

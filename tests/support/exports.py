@@ -24,7 +24,7 @@ import torch
 
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
 from fp8pass.errors import ExportError
-from fp8pass.tools.export.folder import ExportReport
+from fp8pass.tools.export import ExportReport
 from tests.support import engines
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "export.md"

@@ -14,7 +14,7 @@ from torch import nn
 from fp8pass import DelayedScaling, export_fp8, fp8_compile, state, state_dict_fp8
 from fp8pass.api import _parts_and_model
 from fp8pass.errors import ExportError, Fp8Warning, NotCompiledError
-from fp8pass.tools.export.folder import plan_export
+from fp8pass.tools.export import plan_export
 from fp8pass.tools.export.formats import CompressedTensors, FineGrained, ScaleKind, StoredScheme
 from tests.support.engines import dequantized
 from tests.support.memory import allocated
