@@ -253,9 +253,9 @@ class Call:
 
     def watch(self, modules: Iterable[Watched]) -> None:
         """Look at the next call of each of these modules, until `unwatch`, unless Dynamo traces in another thread."""
-        with _watching.lock:
-            if not _watching.num_traces:
-                _watching.calls.add(self)
+        with _watching_lock:
+            if not _num_traces:
+                _watching.add(self)
                 self._watch(modules)
 
     def _watch(self, modules: Iterable[Watched]) -> None:
@@ -284,7 +284,7 @@ class Call:
 
     def unwatch(self) -> None:
         """Take all hooks off."""
-        with _watching.lock:
+        with _watching_lock:
             for remove in self._removals:
                 remove()
             self._removals.clear()
@@ -374,29 +374,25 @@ def _calls() -> Iterator[Call]:
         call = call.outer
 
 
-class _Watching:
-    """Calls of all threads that watch modules, and the traces that are under way: their hooks must not be in one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.num_traces = 0
-
-
-_watching = _Watching()
+#: Calls of all threads that watch modules, and the number of traces that are under way: their hooks must not be in one.
+_watching: weakref.WeakSet[Call] = weakref.WeakSet()
+_num_traces = 0
+_watching_lock = threading.RLock()
 
 
 def _before_tracing(_: Any) -> None:
-    with _watching.lock:
-        _watching.num_traces += 1
-        for call in _watching.calls:
+    global _num_traces
+    with _watching_lock:
+        _num_traces += 1
+        for call in _watching:
             call.unwatch()
-        _watching.calls.clear()
+        _watching.clear()
 
 
 def _after_tracing(_: Any) -> None:
-    with _watching.lock:
-        _watching.num_traces = max(0, _watching.num_traces - 1)
+    global _num_traces
+    with _watching_lock:
+        _num_traces = max(0, _num_traces - 1)
     for call in _calls():
         call.watch_again()
 
@@ -446,12 +442,13 @@ def multiplies(module: nn.Module) -> bool:
 
 def _listen() -> None:
     """Have Dynamo call back around its traces of frames. `torch._dynamo.reset()` makes it forget that, and what is known."""
+    global _num_traces
     if _start in callback_handler.start_callbacks:  # asked here, too, as this is called around every forward
         return
     if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()
-        _watching.num_traces = 0
+        _num_traces = 0
 
 
 def note_graph(code: CodeType | None, reason: GraphCompileReason | None) -> None:

@@ -53,7 +53,7 @@ class Arriving:
         """The values; waits for them."""
         if self._done is not None:
             self._done.synchronize()
-        found: list[bool] = self._values.tolist()
+        found: list[bool] = self._values.numpy().tolist()
         return found
 
 

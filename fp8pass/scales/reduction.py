@@ -28,6 +28,7 @@ import torch.distributed as dist
 from fp8pass.errors import AmaxReductionError, preview
 from fp8pass.recipes import DelayedScaling
 from fp8pass.recipes.recipe import in_words
+from fp8pass.scales.exchanges import Arriving
 from fp8pass.scales.store import DelayedStore
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,7 @@ class AmaxReduction:
         self._may_quantize = may_quantize
         self._layout: _Layout | None = None
         self._layout_of: Any = None
-        self._verdict: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        """True if ranks agreed at the last boundary, on its way to the host, and what tells that it has arrived."""
+        self._verdict: Arriving | None = None  # Whether ranks agreed at the last boundary.
         self._may_defer = False  # Ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks.
 
     def use_recipes(self, recipes: Sequence[DelayedScaling]) -> None:
@@ -117,10 +117,7 @@ class AmaxReduction:
         verdict, self._verdict = self._verdict, None
         agreed = self._may_defer
         if agreed and verdict is not None:
-            on_host, event = verdict
-            if event is not None:
-                event.synchronize()
-            agreed = bool(on_host.numpy())
+            (agreed,) = verdict.take()
         if self._may_defer and not agreed:
             log.info("ranks had run different tensors before the last step boundary; that step's amaxes were left out")
         self._may_defer = False  # until this boundary has succeeded
@@ -137,12 +134,7 @@ class AmaxReduction:
         if missing > 0:
             amaxes = torch.nn.functional.pad(amaxes, (0, missing))
         self._write(layout, stores, amaxes)
-        on_host = torch.empty((), dtype=torch.bool, pin_memory=agreed.is_cuda)
-        on_host.copy_(agreed, non_blocking=True)
-        event = torch.cuda.Event() if agreed.is_cuda else None
-        if event is not None:
-            event.record(torch.cuda.current_stream(agreed.device))
-        self._verdict, self._may_defer = (on_host, event), True
+        self._verdict, self._may_defer = Arriving(agreed[None]), True
 
     # -- the message
 

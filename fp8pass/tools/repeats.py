@@ -120,20 +120,13 @@ def _layer(container: Path, index: int, nodes: list[fx.Node]) -> _Layer:
 
 
 def _text(node: fx.Node, named: Any) -> str:
-    arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Named(named(n)))
+    arguments = fx.node.map_arg((node.args, node.kwargs), named)
     target: Any = node.target
     if node.op == "get_attr":
         target = _attribute(node)
     elif callable(target):
         target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
     return f"{node.op} {target} {arguments} {_described(node)}"
-
-
-class _Named(str):
-    """A name in place of a node among arguments, printed without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
 
 
 def _attribute(node: fx.Node) -> str:
