@@ -42,22 +42,6 @@ class Records(enum.Enum):
     NOTHING = "nothing"  # A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.clock`.
 
 
-class CapacityExceeded(Exception):
-    """A graph needs more entries than its extra inputs have; compile it again with at least `needed`."""
-
-    def __init__(self, needed: int):
-        super().__init__(f"the tensors of a graph whose scales come from the state need {needed} entries")
-        self.needed = needed
-
-
-class InputsMissing(Exception):
-    """A graph would rather read values that are kept between calls than compute them; compile it again with these inputs."""
-
-    def __init__(self, inputs: tuple[ExtraInput, ...]):
-        super().__init__(f"{len(inputs)} values of the graph are kept between calls")
-        self.inputs = inputs
-
-
 @dataclasses.dataclass(frozen=True)
 class ExtraInput:
     """One input that the pass adds to a graph."""
@@ -78,10 +62,22 @@ class ExtraInput:
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The requests of earlier attempts to compile a graph."""
+    """The extra inputs that a graph asks for, or that earlier attempts to compile it did."""
 
-    entries: int = 0  # The largest `CapacityExceeded.needed`.
-    inputs: tuple[ExtraInput, ...] | None = None  # `InputsMissing.inputs`; None where it was not raised.
+    entries: int = 0  # Entries of the inputs of a state, or rows of those of statistics, at least.
+    inputs: tuple[ExtraInput, ...] | None = None  # Those of values that are kept between calls; None where none is asked for.
+
+
+class InputsMissing(Exception):
+    """A graph needs more than its extra inputs; compile it again with what it asks for."""
+
+    def __init__(self, *, entries: int = 0, inputs: tuple[ExtraInput, ...] | None = None):
+        super().__init__(
+            f"the tensors of a graph whose scales come from the state need {entries} entries"
+            if inputs is None
+            else f"{len(inputs)} values of the graph are kept between calls"
+        )
+        self.needed = Needed(entries, inputs)
 
 
 @dataclasses.dataclass(frozen=True)

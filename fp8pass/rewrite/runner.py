@@ -25,7 +25,7 @@ from fp8pass.graph.gemms import GemmSite, GraphContext, offs_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
 from fp8pass.graph.values import operation_name
-from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
+from fp8pass.inputs import InputsMissing, MonitorRow, StateTensor
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify
@@ -159,7 +159,7 @@ def _plan_gemms(work: Work) -> Work:
             plan = planned()
     needed = max((entries_for(sum(t.entries for t in plan.tensors_in_state(recipe))) for recipe in state), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
-        raise CapacityExceeded(needed)
+        raise InputsMissing(entries=needed)
     return dataclasses.replace(work, plan=plan)
 
 

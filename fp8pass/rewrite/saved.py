@@ -35,7 +35,7 @@ from fp8pass.graph.cursor import Cursor, maker_of
 from fp8pass.graph.gemms import GraphContext, is_attention, is_matmul, is_scaled_gemm
 from fp8pass.graph.origin import Path, TensorName, is_tangent, maker_path, source_line
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, recorded_size, same_size, size_hint, value_of
-from fp8pass.inputs import CapacityExceeded, MonitorRow
+from fp8pass.inputs import InputsMissing, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rewrite.meaning import CASTS
 from fp8pass.rewrite.saved_copies import SAME_ORDER, SharedCopy, copy_of, shared_copies
@@ -554,7 +554,7 @@ _UNCHECKED = "saved_tensor_with_no_vc_check"  # AOTAutograd's mark of saved valu
 
 def measure_saved(forward: fx.Graph, plan: Sequence[SavedValue], buffer: fx.Node, first: int) -> list[MonitorRow]:
     """Let a forward measure what casting each value loses, into the rows from `first` on of an input of the graph. Returns what
-    the rows are. Raises CapacityExceeded where the input has fewer."""
+    the rows are. Raises InputsMissing where the input has fewer."""
     rows: list[MonitorRow] = []
     vectors: list[fx.Node] = []
     counts: Counter[str] = Counter()
@@ -573,7 +573,7 @@ def measure_saved(forward: fx.Graph, plan: Sequence[SavedValue], buffer: fx.Node
         made = cursor.call(ops.quantization_statistics.default, matrix, given.dtype, rowwise=True, columnwise=False, **options)
         vectors.append(cursor.item(made, 0))
     if first + len(rows) > value_of(buffer).shape[0]:
-        raise CapacityExceeded(first + len(rows))
+        raise InputsMissing(entries=first + len(rows))
     if rows:
         cursor = Cursor.start(forward).at(forward.output_node(), False)
         cursor.call(ops.record_statistics.default, buffer, vectors, [*range(first, first + len(rows))])

@@ -17,7 +17,7 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite, kind_of, operands_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import argument, value_of
-from fp8pass.inputs import STATISTICS, CapacityExceeded, Measured, MonitorRow
+from fp8pass.inputs import STATISTICS, InputsMissing, Measured, MonitorRow
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, Copy, FromInput, Quantized
 from fp8pass.schemes.emitter import Emitter
@@ -115,7 +115,7 @@ class StatisticsInserter:
         """Record what one side of the partition has measured; cursor: before the graph's output."""
         buffer = self._buffers[cursor.backward]
         if len(self.rows) > value_of(buffer).shape[0]:
-            raise CapacityExceeded(len(self.rows))
+            raise InputsMissing(entries=len(self.rows))
         rows = [i for i, watched in enumerate(self.rows) if watched.is_backward == cursor.backward]
         if rows:
             vectors = [self._vector(cursor, *self._made[i]) for i in rows]

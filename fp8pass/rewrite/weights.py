@@ -168,7 +168,7 @@ def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) 
     wanted = {w.tensor: inputs_of(w, w.kept, options.trains) for w in plan.weights if isinstance(w.kept, WeightTensor)}
     missing = [given for needed in wanted.values() for given in needed if given.key not in inputs]
     if missing and options.may_ask:
-        raise InputsMissing(tuple(given for needed in wanted.values() for given in needed))
+        raise InputsMissing(inputs=tuple(given for needed in wanted.values() for given in needed))
     there = {t for t, needed in wanted.items() if all(given.key in inputs for given in needed)}
     sources: dict[Copy, FromInput | Copy] = {}
     for weight in plan.weights:

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from fp8pass.errors import ForwardModeError
-from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records, in_backward
+from fp8pass.inputs import USUAL, BoundInputs, InputsMissing, Needed, Placed, Records, in_backward
 from fp8pass.options import CompileOptions
 from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import request_key
@@ -179,12 +179,10 @@ class DynamoGraph:
                 graph = self._graph_with(session, key, needed)
             try:
                 graph.function = self._compile_variant(graph, graph, USUAL, True, needed.inputs is None, given)
-            except CapacityExceeded as exceeded:
-                log.info("%s; compiling again with room for them", exceeded)
-                needed = dataclasses.replace(needed, entries=exceeded.needed)
             except InputsMissing as missing:
-                log.info("%s; compiling again with them as inputs", missing)
-                needed = dataclasses.replace(needed, inputs=missing.inputs)
+                asked = missing.needed
+                log.info("%s; compiling again with %s", missing, "room for them" if asked.inputs is None else "them as inputs")
+                needed = Needed(asked.entries or needed.entries, needed.inputs if asked.inputs is None else asked.inputs)
             else:
                 if needed != recalled:
                     cache.remember(kept_under, graph, needed)

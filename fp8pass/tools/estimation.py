@@ -31,7 +31,7 @@ from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import family, input_index, is_gradient, maker_path, module_path
 from fp8pass.graph.traces import Snapshot
 from fp8pass.graph.values import by_key
-from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
+from fp8pass.inputs import ExtraInput, InputsMissing, Needed
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
 from fp8pass.rewrite.plan import Options
@@ -147,8 +147,8 @@ class _Tracer:
             try:
                 self._trace(gm, examples, needed)
                 return lambda *args: outputs
-            except CapacityExceeded as exceeded:
-                needed = Needed(entries=exceeded.needed)
+            except InputsMissing as missing:
+                needed = missing.needed
 
     def _trace(self, gm: fx.GraphModule, examples: list[Any], needed: Needed) -> None:
         inputs = dynamo_graphs.describe_inputs(gm.graph, self._model)

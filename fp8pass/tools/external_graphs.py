@@ -21,7 +21,7 @@ from fp8pass.graph import traces
 from fp8pass.graph.gemms import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.graph.origin import Path, described_parameter
 from fp8pass.graph.values import holds_tensor
-from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
+from fp8pass.inputs import USUAL, InputsMissing, Needed, Placed, Records
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
@@ -127,10 +127,10 @@ def rewritten_in(
         compiled = CompiledGraph("graph_0", session.key, described, graph, start, extra, device, placement, cache=_NOT_CACHED)
         try:
             usual = _rewrite(graph, compiled, session, USUAL, places)
-        except CapacityExceeded as exceeded:
+        except InputsMissing as missing:
             if places is not None:
-                raise OptionError(f"{exceeded}, and the graph's inputs have fewer; trace it with larger ones") from exceeded
-            needed = Needed(entries=exceeded.needed)
+                raise OptionError(f"{missing}, and the graph's inputs have fewer; trace it with larger ones") from missing
+            needed = missing.needed
             continue
         first = None
         if compiled.extra_inputs and any(recipe.initial_scale == "current" for recipe in session.stores.recipes):

@@ -17,7 +17,7 @@ from fp8pass.errors import UnsupportedError
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.traces import FLAG
 from fp8pass.graph.values import value_of
-from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, ExtraInput, InputProvider
+from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, InputsMissing
 from fp8pass.rewrite import runner
 from fp8pass.runtime import session as sessions
 from tests.support.models import mlp
@@ -130,7 +130,7 @@ def test_an_input_that_is_too_small_is_asked_for_again(made, monkeypatch):
     def too_small(work):
         attempts.append(work)
         if len(attempts) == 1:
-            raise CapacityExceeded(77)
+            raise InputsMissing(entries=77)
         return work
 
     monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("too small", too_small)))
