@@ -23,6 +23,7 @@ import torch
 
 from fp8pass.errors import OptionError, nearest
 from lowering import hardware
+from lowering.copies import num_blocks
 from lowering.paths import GemmPath
 
 #: CUDA toolkit of the estimates where torch has none.
@@ -339,11 +340,11 @@ def _computing(
     per_sm = flops / device.num_sms
     best = float("inf")
     for tile_m, tile_n in tiles:
-        num_tiles = gemm.groups * _ceil_div(rows, tile_m) * _ceil_div(gemm.n, tile_n)
+        num_tiles = gemm.groups * num_blocks(rows, tile_m) * num_blocks(gemm.n, tile_n)
         share = _products_per_byte(tile_m, tile_n) / _products_per_byte(*tiles[0])
         for splits in splits_of_k:
-            depth = _ceil_div(gemm.k, splits)
-            waves = _ceil_div(num_tiles * splits, int(device.num_sms))
+            depth = num_blocks(gemm.k, splits)
+            waves = num_blocks(num_tiles * splits, int(device.num_sms))
             seconds = waves * 2 * tile_m * tile_n * depth / (per_sm * share)
             if splits > 1:  # float32 parts are written and read by a second kernel
                 seconds += 2 * splits * gemm.m * gemm.n * 4 / device.memory_bandwidth + device.kernel_latency
@@ -418,7 +419,3 @@ def _known(*sizes: object) -> bool:
         if isinstance(size, int) and size < 0:
             raise ValueError(f"a size is {size}; use 0 or more")
     return all(isinstance(size, int) for size in sizes)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -451,21 +451,16 @@ def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
     found = {f"blockwise GEMMs, {kind}": name for kind, name in libraries_of(blockwise.LIBRARIES, one).items()}
     found |= {f"grouped GEMMs, {kind}": name for kind, name in libraries_of(grouped.LIBRARIES, several).items()}
-    mx = {
-        kind: name for kind, name in libraries_of(_MX_LIBRARIES, one).items() if name != "triton" or _runs_by_mxfp8(quantized)
-    }
-    found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in mx.items()}
+    # Triton's replace blockwise GEMMs that run as those of MXFP8; nothing replaces those of the recipe "mxfp8".
+    runs_blocks = any(_scales_as_run(g) != (g.a_scaling, g.b_scaling) for g in quantized)
+    mx = libraries_of(_MX_LIBRARIES, one).items()
+    found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in mx if name != "triton" or runs_blocks}
     return {kind: _NAMES[name] for kind, name in found.items()}
 
 
 def _scales_as_run(gemm: GemmRecord) -> tuple[str | None, str | None]:
     """The scales that the operands of a GEMM have where it runs: blocks of 128 may run as blocks of 32."""
     return (_MX, _MX) if gemm.computed_by == GemmPath.BLOCKS_BY_MXFP8.value else (gemm.a_scaling, gemm.b_scaling)
-
-
-def _runs_by_mxfp8(quantized: Iterable[GemmRecord]) -> bool:
-    """True if a blockwise GEMM runs as one of MXFP8, which Triton's replaces; nothing replaces those of the recipe "mxfp8"."""
-    return any(_scales_as_run(g) != (g.a_scaling, g.b_scaling) for g in quantized)
 
 
 def _library_remarks(quantized: list[GemmRecord]) -> tuple[str, ...]:

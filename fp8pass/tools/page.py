@@ -62,7 +62,11 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
         raise ImportError("to_html needs Jinja2: pip install 'fp8pass[html]'") from error
 
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_without_none
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
     )
     template = environment.from_string(pathlib.Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
     amaxes, scales = _state_of(state)
@@ -97,10 +101,6 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
         options=inspection.options,
         versions=inspection.versions,
     )
-
-
-def _without_none(value: Any) -> Any:
-    return "" if value is None else value
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str, str]]:
