@@ -85,15 +85,6 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class PassRecord:
-    """The effect of one pass."""
-
-    name: str
-    seconds: float
-    operations: dict[str, int]  # Operation -> how many more (or fewer) of it the graph has; none for a pass that only reads.
-
-
-@dataclasses.dataclass(frozen=True)
 class Rewrite:
     """The rewrite of one graph."""
 
@@ -110,14 +101,10 @@ class Rewrite:
     before: Snapshot
     after: Snapshot
     watched: tuple[MonitorRow, ...]  # The statistics that the graph measures, in the order of its rows.
-    passes: list[PassRecord]
+    passes: dict[str, dict[str, int]]
+    """Pass -> operation -> how many more (or fewer) of it the graph has; none for a pass that only reads."""
     saved: list[SavedRecord] = dataclasses.field(default_factory=list)
     """With `saved_activations`, the values that the forward saves for the backward, known when the graph is partitioned."""
-
-    @property
-    def seconds(self) -> float:
-        """Time that all passes took."""
-        return sum(p.seconds for p in self.passes)
 
 
 # -- the passes
@@ -298,10 +285,10 @@ def rewrite(
     before = Snapshot.take(graph)
     _trace("before", graph)
     work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
-    records: list[PassRecord] = []
+    passes: dict[str, dict[str, int]] = {}
     gathers: list[GatherRecord] = []
     weights: list[WeightRecord] = []
-    counts = _count(graph)
+    counts, spent = _count(graph), 0.0
     for name, run in PASSES:
         if name in left_out():
             continue
@@ -310,13 +297,17 @@ def rewrite(
         before_pass, start = counts, time.perf_counter()
         work = run(work)
         seconds, counts = time.perf_counter() - start, _count(graph)
-        records.append(_record(name, seconds, before_pass, counts))
+        spent += seconds
+        changed = counts.copy()
+        changed.subtract(before_pass)
+        passes[name] = {str(op): changed[op] for op in sorted(changed, key=str) if changed[op]}
+        log.debug("%s: %.1f ms, %s", name, 1e3 * seconds, passes[name] or "reads only")
     _trace("after", graph)
     gemms = gemm_records(work.plan, work.heads)
     for gemm in gemms:
         log.debug("%s", gemm)
     num_quantized = sum(g.quantized for g in gemms)
-    log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), sum(r.seconds for r in records))
+    log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), spent)
     tensors = {recipe: state_tensors(work.plan, recipe) for recipe in work.state}
     estimates = [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
     device = options.device or device_of(work.plan)
@@ -333,7 +324,7 @@ def rewrite(
         before=before,
         after=Snapshot.take(graph),
         watched=work.watched,
-        passes=records,
+        passes=passes,
     )
 
 
@@ -344,12 +335,6 @@ def _reads(graph: fx.Graph, context: GraphContext) -> dict[int, str]:
 
 def _count(graph: fx.Graph) -> Counter[Any]:
     return Counter(n.target for n in graph.nodes if n.op == "call_function")
-
-
-def _record(name: str, seconds: float, before: Counter[Any], after: Counter[Any]) -> PassRecord:
-    changed = {str(op): after[op] - before[op] for op in sorted({*before, *after}, key=str) if after[op] != before[op]}
-    log.debug("%s: %.1f ms, %s", name, 1e3 * seconds, changed or "reads only")
-    return PassRecord(name, seconds, changed)
 
 
 def _trace(when: str, graph: fx.Graph) -> None:

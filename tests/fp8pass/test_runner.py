@@ -34,8 +34,8 @@ def test_records_of_the_passes_and_copies_of_the_graphs():
     joint = trace(mlp(), torch.randn(16, 64))
     old = lines(joint.graph)
     result = run(joint)
-    assert [p.name for p in result.passes] == NAMES
-    changes = {p.name: p.operations for p in result.passes}
+    assert list(result.passes) == NAMES
+    changes = dict(result.passes)
     applied, folded = changes.pop("apply"), changes.pop("fold elements")
     assert folded == {"aten.select.int": -applied["aten.select.int"]}, "all of what casts and GEMMs read"
     assert set(map(str, changes.values())) == {"{}"}
@@ -43,8 +43,6 @@ def test_records_of_the_passes_and_copies_of_the_graphs():
     expected |= {"lowering.load_scales.default": 1, "lowering.record_amax.default": 2}
     assert {op: applied[op] for op in expected} == expected
     assert "aten.gelu.default" not in applied, "what stays as it was is left out"
-    assert result.seconds == sum(p.seconds for p in result.passes)
-    assert all(p.seconds > 0 for p in result.passes)
     assert lines(result.before.restore()) == old
     assert lines(result.after.restore()) == lines(joint.graph) != old
 
@@ -55,7 +53,7 @@ def test_which_passes_can_be_left_out():
     assert not runner.OPTIONAL & {"discover", "plan GEMMs", "plan casts", "apply"}, "without these there is no rewrite"
     with without("plan launches"), without("verify", "merge gathers"):
         result = run(trace(mlp(), torch.randn(16, 64)))
-    assert [p.name for p in result.passes] == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]
+    assert list(result.passes) == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]
     assert not casts_by(torch.ops.lowering.cast.default, result.after.restore().nodes, many=True)
     result = run(trace(mlp(), torch.randn(16, 64)))
     assert [p.name for p in result.passes] == NAMES, "only within the block"
