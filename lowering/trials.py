@@ -27,7 +27,6 @@ TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 _CAPTURED = "a CUDA graph was being captured, in which nothing can be tried"
 
 Gemm = TypeVar("Gemm")
-Kind = TypeVar("Kind")
 
 
 def is_aligned(x: torch.Tensor) -> bool:
@@ -38,21 +37,26 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ProductKind:
-    """Products of two matrices with scales of blocks that are right or wrong together."""
+    """GEMMs that are right or wrong together."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, torch.dtype]
     granularities: tuple[Granularity, Granularity]
     bias_dtype: torch.dtype | None
     out_dtype: torch.dtype
-    is_ragged: bool = False
+    is_ragged: bool = False  # Blocks of 128 do not fill M, N or K, of grouped ones N or K.
+    form: str = ""  # Of grouped ones what is in groups.
 
     def __str__(self) -> str:
+        if self.form:
+            ragged = " of ragged blocks" if self.is_ragged else ""
+            output = "" if self.out_dtype == torch.bfloat16 else f" to {self.out_dtype}"
+            return f"{' by '.join(g.label for g in self.granularities)} scales{ragged} of {self.form}{output} on {self.device}"
         operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
         return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
 
 
-class Trial(Generic[Gemm, Kind]):
+class Trial(Generic[Gemm]):
     """The trial of one library's GEMMs, in this process. gemm: what they are called in the warning about a fault, and what runs
     `instead`. kind_of: what GEMMs have in common that are right or wrong together. fault_of: runs small GEMMs of a kind;
     returns what is wrong with their results, or None."""
@@ -61,13 +65,13 @@ class Trial(Generic[Gemm, Kind]):
         self,
         log: logging.Logger,
         gemm: str,
-        kind_of: Callable[[Gemm], Kind],
-        fault_of: Callable[[Kind], str | None],
+        kind_of: Callable[[Gemm], ProductKind],
+        fault_of: Callable[[ProductKind], str | None],
         instead: str = "Triton's",
     ) -> None:
         self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
-        self.tried: dict[Kind, bool] = {}  # Kind -> True if the library is used.
-        self.reasons: dict[Kind, str] = {}  # Why it did not compute the last GEMM of a kind that it was asked for.
+        self.tried: dict[ProductKind, bool] = {}  # Kind -> True if the library is used.
+        self.reasons: dict[ProductKind, str] = {}  # Why it did not compute the last GEMM of a kind that it was asked for.
 
     def refuse(self, gemm: Gemm, reason: str) -> None:
         """Remember why the library does not compute a GEMM."""
@@ -76,7 +80,7 @@ class Trial(Generic[Gemm, Kind]):
     def is_passed(self, gemm: Gemm) -> bool:
         """True if GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
         while a CUDA graph is being captured, which allows no waiting, what has not been tried is not trusted."""
-        kind: Any = self._kind_of(gemm)  # whose `device` is where its GEMMs run
+        kind = self._kind_of(gemm)
         if kind not in self.tried:
             if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.reasons[kind] = _CAPTURED

@@ -6,7 +6,6 @@ held NaN.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, Granularity
 from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, padded_width
 from lowering.scaling import scale_shape
-from lowering.trials import TOLERANCES, fault_of
+from lowering.trials import TOLERANCES, ProductKind, fault_of
 
 #: Sizes of the groups, rows that belong to none, and M of batches: whole tiles for scales per block, which pad those of others.
 _SIZES, _TAIL, _M, _WHOLE_M = (128, 0, 5, 300, 1), 13, 144, 256
@@ -26,34 +25,19 @@ _WHOLE, _RAGGED = (256, 512), (272, 656)
 ROWS, COLUMNS, BATCHES = "rows in groups", "columns in groups", "batches"
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """Grouped GEMMs of E4M3 by E4M3 that are right or wrong together."""
-
-    device: torch.device
-    granularities: tuple[Granularity, Granularity]
-    form: str  # `ROWS`, `COLUMNS` or `BATCHES`.
-    out_dtype: torch.dtype = torch.bfloat16
-    is_ragged: bool = False  # True if blocks of 128 do not fill N or K.
-
-    def __str__(self) -> str:
-        ragged = " of ragged blocks" if self.is_ragged else ""
-        output = "" if self.out_dtype == torch.bfloat16 else f" to {self.out_dtype}"
-        return f"{' by '.join(g.label for g in self.granularities)} scales{ragged} of {self.form}{output} on {self.device}"
-
-
 def form_of(given: GroupedGemm) -> str:
+    """`ROWS`, `COLUMNS` or `BATCHES`."""
     return BATCHES if given.offs is None else ROWS if given.has_rows else COLUMNS
 
 
-def kind_of(given: GroupedGemm) -> Kind:
-    """The kind that a GEMM is of."""
+def kind_of(given: GroupedGemm) -> ProductKind:
+    """The kind that a GEMM of E4M3 by E4M3 is of."""
     has_blocks = given.granularities[0].block is not None
     is_ragged = has_blocks and any(size % BLOCK for size in given.b.shape[-2:])
-    return Kind(given.a.device, given.granularities, form_of(given), given.out_dtype, is_ragged)
+    return ProductKind(given.a.device, (E4M3, E4M3), given.granularities, None, given.out_dtype, is_ragged, form_of(given))
 
 
-def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **options: Any) -> str | None:
+def fault_of_kind(kind: ProductKind, compute: Callable[[GroupedGemm], torch.Tensor], **options: Any) -> str | None:
     """The fault of a library's results, or None. options: of the GEMM that it is given."""
     generator = torch.Generator().manual_seed(0)  # the user's random numbers are left alone
     num_groups, rows = len(_SIZES), sum(_SIZES) + _TAIL
