@@ -2,14 +2,17 @@
 
     python -m benchmarks.accuracy --what defaults --steps 150 --seeds 0 1 2
     python -m benchmarks.accuracy --what saved --steps 600 --seeds 0 1 2
+    python -m benchmarks.accuracy --what gradients --seeds 0 1 2
     python -m benchmarks.accuracy --what outlier --steps 300 --seeds 0 1 2
 
 The model and the text are those of `examples/train_gpt.py`; runs of one seed start from the same weights and see the same
 batches. Rows of earlier runs stay in the results, so that a grid can be filled in parts.
 
-defaults: each recipe with a tied head. saved: the same model with `saved_activations`, beside that without. outlier: an input
-channel of one linear is constant and a thousand times as large as the others. The function does not depend on it: what it adds
-to the result is taken off again, so that float32 trains as without it.
+defaults: each recipe with a tied head. saved: the same model with `saved_activations`, beside that without. gradients: the
+signal-to-noise ratio of all gradients of three Llama blocks in bfloat16, against float64; `saved_activations` saves all that it
+may, the gate and up projections of SwiGLU alone, or all others. outlier: an input channel of one linear is constant and a
+thousand times as large as the others. The function does not depend on it: what it adds to the result is taken off again, so
+that float32 trains as without it.
 `last_blocks` and `suggest_rules` leave the same share of the FLOPs in FP8, or the latter more. `--value 0` plants nothing.
 """
 
@@ -28,6 +31,7 @@ from torch import nn
 
 from benchmarks.common import main
 from benchmarks.isolation import Bench, Row
+from benchmarks.models import LlamaBlock
 from examples.train_gpt import GPT, batches, learning_rate, standard_library
 from fp8pass import fp8_compile, inspect, last_blocks, suggest_rules
 
@@ -101,6 +105,60 @@ def saved(
                 # The difference that any perturbation makes: smaller ones tell nothing.
                 what = f"{recipe} with its first weights rounded to bfloat16, {run}"
                 yield from bench.row(what, row, what, recipe, seed, plain, None, True)
+
+    return rows()
+
+
+#: The rules of a run with `saved_activations`.
+_SAVED_RULES: dict[str, dict[str, str | None]] = {
+    "all": {},
+    "gate and up alone": {"*.gate:saved": "blockwise", "*.up:saved": "blockwise", "*:saved": None},
+    "all but gate and up": {"*.gate:saved": None, "*.up:saved": None},
+}
+
+
+def _gradients(seed: int, recipe: str | None, rules: dict[str, str | None] | None, backend: str) -> tuple[float, int]:
+    """Decibels of all gradients together, and the bytes that the forward saves. rules: of saved values; None: all unchanged."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(LlamaBlock(256, 896, 4, 1) for _ in range(3))).bfloat16()
+    exact = copy.deepcopy(model).double()
+    x, grad = torch.randn(2, 1, 512, 256).bfloat16().unbind()
+    exact(x.double()).backward(grad.double())
+    torch._dynamo.reset()
+    saved: Any = None if rules is None else "fp8"
+    rules = {"*": None} if rules is recipe is None else rules  # nothing in FP8
+    compiled = fp8_compile(
+        model, recipe or (None if saved else "current"), rules=rules, saved_activations=saved, select="all", backend=backend
+    )
+    for _ in range(2):  # delayed scaling has its scales in the second step
+        model.zero_grad()
+        compiled(x).backward(grad)
+    pairs = [(p.grad.double(), q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)]  # type: ignore[union-attr]
+    noise, signal = sum((p - q).square().sum() for p, q in pairs), sum(q.square().sum() for _, q in pairs)
+    return float(10 * torch.log10(signal / noise)), sum(g.saved_bytes for g in inspect(compiled).graphs)
+
+
+def gradients(
+    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
+) -> Iterable[Row]:
+    """`quick`: one seed."""
+    bench.baseline, bench.keeps_rows = "float64, eager, the same weights and batch", True
+
+    def row(what: str, seed: int, recipe: str | None, plain: float, rules: dict[str, str | None], saved_bytes: int) -> Row:
+        found, saves = _gradients(seed, recipe, rules, backend)
+        return {"what": what, "dB": found, "lost dB": plain - found, "saved bytes / bf16": saves / saved_bytes}
+
+    def rows() -> Iterator[Row]:
+        for seed in seeds[:1] if bench.quick else seeds:
+            plain = bench(f"bf16, seed {seed}", _gradients, seed, None, None, backend)
+            for recipe in () if plain is None else (None, *(recipes or RECIPES)):
+                without = bench(f"{recipe}, seed {seed}", _gradients, seed, recipe, None, backend)
+                if without is not None:
+                    about = {"dB": without[0], "saved bytes / bf16": without[1] / plain[1]}
+                    yield {"what": f"{recipe or 'bf16'}, seed {seed}", "lost dB": None} | about
+                    for name, rules in _SAVED_RULES.items():
+                        what = f"{recipe or 'bf16'} with saved_activations, {name}, seed {seed}"
+                        yield from bench.row(what, row, what, seed, recipe, without[0], rules, plain[1])
 
     return rows()
 
@@ -191,7 +249,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value", type=float, default=1000.0, help="the outlier; 0 plants none")
 
 
-PARTS = {"defaults": defaults, "saved": saved, "outlier": outlier}
+PARTS = {"defaults": defaults, "saved": saved, "gradients": gradients, "outlier": outlier}
 
 if __name__ == "__main__":
     main("accuracy", PARTS, _options)
