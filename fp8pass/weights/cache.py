@@ -12,10 +12,11 @@ weights that train are also made again after every step of an optimizer, after `
 changes between training and evaluation, because a write through `.data` raises no version counter.
 
 NOTE [writes without a trace] Version counters, storages and optimizers tell of most changes of a Parameter; nothing tells of a
-write through `.data`, by a fused operation called by hand, through a NumPy or DLPack view, or by another process. So what shows
-no change is compared by content, a checksum of all bytes: at every step boundary, and in calls 2, 4, 8, 16 and every 16th from
-there. That is one launch for all weights, which reads each once, and writes to nothing of the user's. On a GPU the host does
-not wait for the result: it looks at it when a call comes later, and waits only where the next comparison is due by then.
+write through `.data`, by a fused operation called by hand, through a NumPy or DLPack view, by another process, or by another
+thread while a call makes copies. So what shows no change is compared by content, a checksum of all bytes: at every step
+boundary, and in calls 2, 4, 8, 16 and every 16th from there. That is one launch for all weights, which reads each once, and
+writes to nothing of the user's. On a GPU the host does not wait for the result: it looks at it when a call comes later, and
+waits only where the next comparison is due by then.
 """
 
 from __future__ import annotations
@@ -423,7 +424,8 @@ def _stale_text(paths: list[str]) -> str:
     return (
         f"{which} changed since the FP8 copies that calls read were made, and the change was not counted{names}."
         f" weight_copies='cache' keeps copies until it detects a change. It cannot detect writes through .data, by a fused"
-        f" operation called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
+        f" operation called by hand (torch._fused_adamw_), through a NumPy or DLPack view, by another process, or by"
+        f" another thread during a call. Call"
         f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which"
         f" caches no such weight. The copies were dropped: the next call makes them again"
     )
