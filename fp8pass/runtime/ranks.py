@@ -218,18 +218,25 @@ class RankComparison:
 def words_of(rules: Rules, options: CompileOptions, step: StepMode) -> Words:
     """Everything among the arguments of `fp8_compile` that decides about graphs, or about what ranks do together."""
     found = {
-        "recipe": _recipe(rules.default),
-        "select": repr(rules.select),
-        "min_speedup": repr(rules.min_speedup),
+        **rule_words(rules),
         "step": repr(step),
         **options.in_words(),
         "mode and options": repr(dict(sorted(options.patches.items()))),
     }
-    for at, each in ((0, rules), *options.later_rules):
-        where = f"schedule[{at}]" if at else "rules"
-        found |= {f"{where}[{rule.pattern!r}]": _recipe(rule.recipe) for rule in each.rules}
-        found[_ORDER + where] = ", ".join(repr(rule.pattern) for rule in each.rules)
+    for at, later in options.later_rules:
+        found |= _each_rule(later, f"schedule[{at}]")
     return found
+
+
+def rule_words(rules: Rules) -> Words:
+    """Everything in rules that decides about graphs, in words that are the same in every process."""
+    default = {"recipe": _recipe(rules.default), "select": repr(rules.select), "min_speedup": repr(rules.min_speedup)}
+    return {**default, **_each_rule(rules, "rules")}
+
+
+def _each_rule(rules: Rules, where: str) -> Words:
+    found = {f"{where}[{rule.pattern!r}]": _recipe(rule.recipe) for rule in rules.rules}
+    return {**found, _ORDER + where: ", ".join(repr(rule.pattern) for rule in rules.rules)}
 
 
 def _recipe(recipe: Recipe | None) -> str:

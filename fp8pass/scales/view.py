@@ -10,6 +10,7 @@ everything where amaxes are not reduced over all ranks.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import warnings
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import by_key
-from fp8pass.runtime.instances import module_paths
+from fp8pass.runtime.instances import module_paths, without_wrappers, wrapper_paths
+from fp8pass.runtime.ranks import rule_words
 from fp8pass.runtime.session import Part, Session, end_steps, part_of
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
@@ -39,7 +41,8 @@ PARTS: tuple[EntryPart, ...] = (*HELD, "staged")
 RECORDED = "recorded"
 NUM_TENSORS = "num_tensors"
 NUM_STEPS = "num_steps"
-OF_NO_TENSOR = (RECORDED, NUM_TENSORS, NUM_STEPS)
+MODEL = "model"  # A digest of the model's modules and the rules in force.
+OF_NO_TENSOR = (RECORDED, NUM_TENSORS, NUM_STEPS, MODEL)
 
 _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+))?", re.DOTALL)
 
@@ -156,6 +159,7 @@ class Fp8State:
             saved[RECORDED] = torch.tensor(any(session.clock.is_step_pending for session in self._sessions))
         if self._is_stateful:
             saved[NUM_TENSORS] = torch.tensor(len(self.tensors))
+            saved[MODEL] = torch.tensor(self._digest())
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -179,7 +183,8 @@ class Fp8State:
         recorded = bool(state_dict.get(RECORDED, True))
         before = [session.go_to(num_steps) for session in self._sessions]
         try:
-            loads = [self._check_part(part, held, recorded) for part, held in zip(self._parts, split, strict=True)]
+            may_differ = self._is_whole(state_dict)
+            loads = [self._check_part(part, held, recorded, may_differ) for part, held in zip(self._parts, split, strict=True)]
         except CheckpointMismatchError:
             for go_back in before:
                 go_back()
@@ -187,12 +192,24 @@ class Fp8State:
         for load in loads:
             load()
 
-    def _check_part(self, part: Part, held: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
+    def _is_whole(self, state_dict: Mapping[str, torch.Tensor]) -> bool:
+        """True if this model saved the state under the rules in force, with all tensors that it had then."""
+        if state_dict.get(MODEL) is None or int(state_dict[MODEL]) != self._digest():
+            return False
+        names = {str(parse_key(key).name) for key in state_dict if key not in OF_NO_TENSOR}
+        return len(names) == int(state_dict.get(NUM_TENSORS, -1))
+
+    def _digest(self) -> int:
+        """A number for the paths of the modules in each part, and its rules, that is the same in every process."""
+        parts = [(part.prefix, _paths(part.session), repr(rule_words(part.session.rules))) for part in self._parts]
+        return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+    def _check_part(self, part: Part, held: Mapping[str, torch.Tensor], recorded: bool, may_differ: bool) -> Callable[[], None]:
         # Of several parts, each has a step to end only if it recorded an amax; ranks that reduce end their steps together.
         if len(self._parts) > 1 and not part.session.reduction.is_active:
             recorded = recorded and any(has_staged(key, value) for key, value in held.items())
         try:
-            return _checked(part.session, held, recorded)
+            return _checked(part.session, held, recorded, may_differ)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(f"{part.prefix}: {error}" if part.prefix else str(error)) from error
 
@@ -294,6 +311,15 @@ def _renamed(text: str, rename: Callable[[str], str]) -> str:
     return f"{rename(module)}:{rest}"
 
 
+def _paths(session: Session) -> list[str]:
+    """The paths of a model's modules and, once more, those of its Parameters without repetition; none for a function."""
+    root = session.root()
+    if root is None:
+        return []
+    wrapped = wrapper_paths(root)
+    return sorted([*module_paths(root), *(without_wrappers(name, wrapped) for name, _ in root.named_parameters())])
+
+
 def _stores(session: Session) -> list[DelayedStore]:
     """The stores that hold tensors."""
     return [store for store in session.stores if len(store)]
@@ -320,10 +346,10 @@ def _saved(session: Session) -> dict[str, torch.Tensor]:
     return saved
 
 
-def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
+def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded: bool, may_differ: bool) -> Callable[[], None]:
     """Check the entries of a session's tensors, by their names in its own model; the returned function loads them. recorded:
-    whether amaxes were recorded since the last step boundary when the state was saved. Raises CheckpointMismatchError if the
-    entries do not fit."""
+    whether amaxes were recorded since the last step boundary when the state was saved. may_differ: whether the tensors may be
+    others than those that the model has had so far. Raises CheckpointMismatchError if the entries do not fit."""
     saved = read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
     names, own = list(saved), _names(session)
     if not names and not own:
@@ -335,7 +361,7 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
     # The rules tell the store where no graph has claimed the tensor.
     placed = by_key(names, lambda n: _store_of(session, n) or session.stores.expected_store(TensorName.parse(n)))
     restored = set[str]().union(*(store.restored for store in _stores(session)))
-    if known := set(own) - restored:
+    if (known := set(own) - restored) and not may_differ:
         has_trained = any(graph.trains for graph in session.every_graph)  # else no gradient has a name yet
         check_names(names if has_trained else known.intersection(names), own if has_trained else known)
     if (root := session.root()) is not None:
@@ -350,7 +376,7 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
 
     def load() -> None:
         for store, held in placed.items():
-            load_store(store, saved, held)
+            load_store(store, saved, held, is_complete=not may_differ)
         for store in _stores(session):
             store.forget([name for name in store.names if name not in saved and name not in store.aliases])
         session.clock.set_pending(recorded)
@@ -468,14 +494,15 @@ def check_names(saved: Collection[str], current: Collection[str]) -> None:
         )
 
 
-def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
-    """Copy checked entries into the store; tensors that no graph has claimed yet get a column now."""
+def load_store(store: DelayedStore, saved: Saved, names: Iterable[str], *, is_complete: bool = True) -> None:
+    """Copy checked entries into the store; tensors that no graph has claimed yet get a column now. is_complete: whether other
+    tensors of modules that the state does not have are an error."""
     names = list(names)
     unclaimed = [n for n in names if n not in store]
     counts = [saved[n]["scale"].numel() for n in names]
     store.add(names, [_fp8_max(saved, n) for n in names], counts)
     store.restored.update(unclaimed)
-    store.is_complete = True
+    store.is_complete = is_complete
     for name in names:
         where = store.where(name)
         for part in HELD:

@@ -11,7 +11,7 @@ from fp8pass import DelayedScaling, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.support.cases import each
 from tests.support.models import Net
-from tests.support.training import fp8, fp8_mlp, same, train
+from tests.support.training import fp8, fp8_mlp, gradients, same, train
 
 TWO_STEPS = DelayedScaling(amax_history_len=2)
 
@@ -142,6 +142,61 @@ def test_a_state_of_the_time_when_a_layer_was_frozen_is_loaded_when_it_trains(re
     state(compiled).step()
     assert state(compiled).scale("0:input") == 448 / x.abs().max()
     assert state(compiled).amax_history("0:grad_output").count_nonzero() == 1
+
+
+class Tasks(nn.Module):
+    """A body and a head per task."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(64, 64), nn.ModuleDict({task: nn.Linear(64, 64) for task in "abc"})
+
+    def forward(self, x, task="a"):
+        return self.heads[task](self.body(x).relu())
+
+
+def after_tasks(tasks, rules=None, model=None):
+    """A model that has trained one step per task."""
+    torch.manual_seed(0)
+    model = Tasks() if model is None else model
+    compiled = fp8(model, TWO_STEPS, rules=rules)
+    for i, task in enumerate(tasks):
+        compiled(ramp(i + 1), task).square().sum().backward()
+    return compiled
+
+
+def ramp(largest):
+    return torch.linspace(0, largest, 16 * 64).view(16, 64)
+
+
+@pytest.mark.parametrize(("saved", "before", "after"), [("aa", "", "ba"), ("aa", "aab", "ba"), ("ab", "c", "aba")])
+def test_a_part_that_had_not_run_when_the_state_was_saved_begins_with_empty_histories(saved, before, after):
+    """before: what the model that loads the state has trained. The run that goes on without a checkpoint is right."""
+    one, other = after_tasks(saved), after_tasks(before)
+    state(other).load_state_dict(state(one).state_dict())
+    other.load_state_dict(one.state_dict())
+    for i, task in enumerate(after):
+        for compiled in (one, other):
+            compiled.zero_grad()
+            compiled(ramp(10 * i + 10), task).square().sum().backward()
+        assert same(gradients(other), gradients(one))
+    for name in state(one).tensors:
+        assert same(state(other).amax_history(name), state(one).amax_history(name)), name
+
+
+def test_a_state_of_other_rules_or_weights_or_a_part_of_one_is_no_state_of_an_earlier_time():
+    tied, whole = Tasks(), state(after_tasks("a")).state_dict()
+    tied.heads["a"].weight = tied.body.weight
+    for saved in (
+        state(after_tasks("a", rules={"heads.b": None})).state_dict(),
+        state(after_tasks("a", model=tied)).state_dict(),
+        {key: value for key, value in whole.items() if not key.startswith("heads.a")},
+        {key: value for key, value in whole.items() if key != "model"},
+    ):
+        compiled = after_tasks("")
+        state(compiled).load_state_dict(saved)
+        with pytest.raises(CheckpointMismatchError, match=r"it lacks heads\.b:input"):
+            compiled(ramp(1), "b")
 
 
 def test_weights_that_are_untied_have_scales_of_their_own():
