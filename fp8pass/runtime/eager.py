@@ -56,6 +56,7 @@ _WRAP = _OWN + os.path.join("runtime", "wrap.py")
 #: The attribute of nn.Module with the result of `compile()`; `__call__` calls it, and copies and pickles leave it out.
 CALL = "_compiled_call_impl"
 _RESUMES = "torch_dynamo_resume_in_"
+FRAME = "call_"  # With the class's name and a number, the name of a frame of ours around a module of torch's: `framed`.
 _KINDS = ("graph_break", "unimplemented")
 _CANNOT_RESUME = "step_unsupported"
 """Dynamo's word for an obstacle behind which it cannot resume; what it met is among those that it counted."""
@@ -521,6 +522,8 @@ def named(code: CodeType) -> str:
 
 
 def _at(function: str, file: str, line: int | None) -> str:
+    if file == _WRAP and function.startswith(FRAME):
+        return f"the forward of nn.{function.removeprefix(FRAME).rpartition('_')[0]}"
     return f"{_plain(function)} ({os.path.basename(file)}:{line})"
 
 

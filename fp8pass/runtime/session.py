@@ -9,7 +9,8 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -177,6 +178,7 @@ class Session:
 
     @property
     def key(self) -> GraphKey:
+        self.frame: CodeType | None = None  # Of the frame of ours around a model that is a module of torch's.
         """The key of the graphs that are about to run in training."""
         return GraphKey(self.rules, self.watch)
 

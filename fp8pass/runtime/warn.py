@@ -57,7 +57,7 @@ def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> 
     elif not torch._dynamo.config.disable and (session.options.strict or "eager call" not in session.seen.warned):
         # A call in which no compiled graph ran.
         session.seen.warned.add("eager call")
-        cause = _cause(session.root())
+        cause = _cause(session.root(), session.frame)
         session.seen.eager_call = session.seen.eager_call or cause or "torch.compile fell back to eager execution"
         tell(
             "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision."
@@ -201,8 +201,9 @@ def _hooks_of_fsdp(root: nn.Module | None) -> str:
     )
 
 
-def _cause(root: nn.Module | None) -> str | None:
-    """The reason why torch.compile ran nothing in the call that has just ended; None where it is not known."""
+def _cause(root: nn.Module | None, frame: CodeType | None) -> str | None:
+    """The reason why torch.compile ran nothing in the call that has just ended; None where it is not known. frame: the code of
+    the frame of ours around the model, if there is one."""
     if (now := stance()) != "default":
         return f"torch.compiler.set_stance({now!r})"
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
@@ -217,7 +218,7 @@ def _cause(root: nn.Module | None) -> str | None:
             " from outside: compile a function that calls the transform, fp8_compile(lambda *args: torch.func.grad(f)(*args))"
         )
     forward = None if root is None else root.forward
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    code = frame or getattr(getattr(forward, "__func__", forward), "__code__", None)
     if getattr(forward, "_torchdynamo_disable", False):
         return f"torch.compiler.disable (torch._dynamo.disable) on {type(root).__name__}.forward: compile the modules below it"
     if isinstance(code, CodeType) and is_at_limit(code):

@@ -30,7 +30,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError, tell
 from fp8pass.runtime.backend import Backend
-from fp8pass.runtime.eager import CALL
+from fp8pass.runtime.eager import CALL, FRAME
 from fp8pass.runtime.session import Session, session_in_this_thread
 from fp8pass.runtime.warn import after_call
 
@@ -139,7 +139,9 @@ def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
     if isinstance(model, nn.Module):
         compiled.__class__ = Fp8Module
         if trace_rules.check(model.forward):
-            compiled.forward = compiled.dynamo_ctx(framed(model, model))
+            frame = framed(model, model)
+            session.frame = frame.__code__
+            compiled.forward = compiled.dynamo_ctx(frame)
         object.__setattr__(compiled, _SESSION, session)
         compiled.forward = _guarded(compiled.forward, session, model)
         note_compiled()
@@ -156,6 +158,7 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
         # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential.
         call = framed(model, call)
     if "forward" not in model.__dict__:
+        session.frame = call.__code__
         # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
         model.__dict__["forward"] = types.MethodType(type(model).forward, model)
@@ -370,7 +373,7 @@ def is_compiled(module: nn.Module) -> bool:
 _codes: dict[str, types.CodeType] = {}
 
 
-def framed(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+def framed(module: nn.Module, call: Callable[..., Any]) -> types.FunctionType:
     """A call of a module of torch in a frame that Dynamo traces. Modules that look alike share its code, and with it what
     Dynamo compiles; others have their own, and with it their own recompile limit and their own graph breaks."""
 
@@ -378,5 +381,5 @@ def framed(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     own = cast(types.FunctionType, frame)
-    code = _codes.setdefault(repr(module), own.__code__.replace(co_name=f"call_{type(module).__name__}_{len(_codes)}"))
+    code = _codes.setdefault(repr(module), own.__code__.replace(co_name=f"{FRAME}{type(module).__name__}_{len(_codes)}"))
     return types.FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)

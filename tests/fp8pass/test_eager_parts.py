@@ -17,6 +17,7 @@ from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, StrictError
 from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 from tests.support.models import mlp
+from tests.support.training import train
 
 
 def x(rows=16):
@@ -581,6 +582,25 @@ def test_the_cause_of_an_eager_call_is_named(model, call, cause):
     with pytest.warns(Fp8FallbackWarning, match=cause) as said:
         call(make(model()))
     assert "limit" not in str(said[0].message)
+
+
+def norms():
+    """The momentum that `update_bn` sets: torch asks a counter for its number, a graph break in the loop of nn.Sequential."""
+    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=None))
+
+
+@pytest.mark.parametrize("way", ["", "in place"])
+@pytest.mark.parametrize(
+    ("model", "limit", "cause"),
+    [
+        (norms, 8, r"The cause: graph break: Dynamo left the forward of nn\.Sequential eager: .*Tensor\.item"),
+        (mlp, 1, r"The cause: recompile limit: torch.compile compiled the forward of nn\.Sequential 1 times"),
+    ],
+)
+def test_the_cause_is_named_where_the_model_is_a_module_of_torchs(model, limit, cause, way):
+    compiled = make(model(), way, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=limit), pytest.warns(Fp8FallbackWarning, match=cause):
+        train(compiled, x(16), x(32))
 
 
 def test_a_dispatch_mode_is_the_cause():
