@@ -193,6 +193,7 @@ class DynamoGraph:
         extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
         start, about = len(self._traced), (self.device, self.placement, self._surroundings)
         graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
+        graph.frame = weakref.ref(self)
         graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), modes_now())
         return graph
 
@@ -466,6 +467,7 @@ class DynamoGraph:
             placements = session.every_graph.setdefault(graph, [])
             if placement not in placements:
                 placements.append(placement)
+            session.forget_replaced(graph)
             session.eager.bind(instance.number, self.inputs, placement, self.code)
             session.seen.num_bound += 1
         return instance

@@ -64,6 +64,7 @@ class CompiledGraph:
     empty where it came from a cache: `snapshots.py`."""
     summary: Summary | None = None  # Set with `rewrite` where that came from a cache, else when it is first asked for.
     cache: str = ""  # The use of AOTAutograd's cache: "hit", "miss", or "bypassed: ..." with the reason.
+    frame: Callable[[], object] = lambda: True  # Returns None once Dynamo has given the graph up, as in a reset.
     trace_again: Callable[[], bool] | None = None  # Takes the snapshots of a graph from a cache; False if it no longer can.
     forward: Snapshot | None = None
     backward: Snapshot | None = None
@@ -82,6 +83,11 @@ class CompiledGraph:
     def empty_inputs(self) -> list[torch.Tensor]:
         """Extra inputs without content."""
         return [given.empty(self.device) for given in self.extra_inputs]
+
+    @property
+    def rows(self) -> set[tuple[str, str]]:
+        """The GEMMs: the module, in the place of the instance that the graph was traced with, and the role."""
+        return set() if self.rewrite is None else {(gemm.module, gemm.role) for gemm in self.rewrite.gemms}
 
     @functools.cached_property
     def unread(self) -> tuple[torch.Tensor, ...]:
@@ -187,6 +193,15 @@ class Session:
         """The scope of measurement in this step; None: it is not measured."""
         scope: Measured | None = None if self.monitor is None else self.monitor.watch(self.num_steps)
         return scope
+
+    def forget_replaced(self, graph: CompiledGraph) -> None:
+        """Forget graphs that Dynamo has given up and that a graph, which has just been bound, took the place of."""
+        placements = self.every_graph[graph]
+        for old in [g for g in self.every_graph if g.frame() is None]:
+            is_alike = (old.key, old.trains) == (graph.key, graph.trains) and old.rows <= graph.rows
+            if is_alike and all(placement in placements for placement in self.every_graph[old]):
+                del self.every_graph[old]
+                self.instances.pop(old, None)
 
     def providers_of(self, key: GraphKey) -> tuple[InputProvider, ...]:
         """The providers of the extra inputs of graphs with a key."""

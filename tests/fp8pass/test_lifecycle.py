@@ -85,6 +85,18 @@ def test_dynamo_reset_keeps_the_state():
     assert state(compiled).amax_history("0:input").tolist() == pytest.approx([amax, 0, 0, amax])
 
 
+def test_graphs_that_dynamo_has_given_up_are_no_graphs_of_the_model_once_others_have_their_place():
+    (_, compiled), given = fp8_mlp(RECIPE), x()
+    for _ in range(2):
+        step(compiled, given)
+        with torch.no_grad():
+            compiled(given)
+        assert len(inspect(compiled).graphs) == 2, "one trains"
+        torch._dynamo.reset()
+        gc.collect()
+        assert len(inspect(compiled).graphs) == 2, "what ran last can be inspected"
+
+
 def test_two_recipes_side_by_side_and_one_model_compiled_twice():
     model, delayed = fp8_mlp(RECIPE)
     current, again, given = fp8(model), fp8(model, RECIPE), x()
