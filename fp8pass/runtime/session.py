@@ -178,13 +178,13 @@ class Session:
         """The monitor that measures steps, while it does: `watch(step)` is the scope of a step's measurement or None,
         `after_step(step)` takes note of a step's end, `latest` are the last numbers."""
         # What is known of calls.
+        self.frame: CodeType | None = None  # Of the frame of ours around a model that is a module of torch's.
         self.is_shared = False  # True if modules compiled one by one share it, so that a call shows only a part of the model.
         self.eager = EagerRuns(self.root)  # The modules that ran eagerly in calls of the compiled model.
         self.seen = Observations()
 
     @property
     def key(self) -> GraphKey:
-        self.frame: CodeType | None = None  # Of the frame of ours around a model that is a module of torch's.
         """The key of the graphs that are about to run in training."""
         return GraphKey(self.rules, self.watch)
 
@@ -217,7 +217,7 @@ class Session:
         usual = {g.source for g in here if g.key.watch is None}
         return {g: self.every_graph[g] for g in here if g.key.watch is None or g.source not in usual}
 
-    def is_quiet(self, args: tuple[Any, ...]) -> bool:
+    def is_quiet(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """True if around an outermost call with these arguments there is nothing to do: NOTE [quiet calls] in `wrap.py`."""
         clock, seen = self.clock, self.seen
         return (
@@ -228,6 +228,7 @@ class Session:
             and not (self.is_shared or self.weights.outlive_calls or is_used() or in_backward())
             and self.takes_short_way
             and not _wants_gradients(args)
+            and not (kwargs and _wants_gradients(kwargs.values()))
         )
 
     def begin_quietly(self) -> Call:
@@ -242,9 +243,9 @@ class Session:
         _running.session = None
         return self.eager.end_settled(call) and self.seen.num_bound == self.seen.num_checked
 
-    def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Session | None:
         """Begin a forward; end the step before it if it is due. Returns the session that this thread was running before."""
-        trains = torch.is_grad_enabled() or _wants_gradients(args)
+        trains = torch.is_grad_enabled() or _wants_gradients(args) or _wants_gradients(kwargs.values())
         self.seen.began_midway = False
         counts = not is_dry()
         if self.clock.is_outermost():
@@ -418,10 +419,17 @@ def session_in_this_thread() -> Session | None:
     return getattr(_running, "session", None)
 
 
-def _wants_gradients(args: tuple[Any, ...]) -> bool:
-    """True if an argument does, as in the first run of reentrant checkpointing, which has gradients switched off."""
-    for a in args:  # noqa: SIM110 - at every call, where a generator costs as much as all else
-        if isinstance(a, torch.Tensor) and a.requires_grad:
+def _wants_gradients(values: Iterable[Any]) -> bool:
+    """True if a tensor among arguments, or in lists, tuples and mappings among them, does, as in the first run of reentrant
+    checkpointing, which has gradients switched off."""
+    for a in values:
+        if isinstance(a, torch.Tensor):
+            if a.requires_grad:
+                return True
+        elif isinstance(a, (list, tuple)):
+            if _wants_gradients(a):
+                return True
+        elif isinstance(a, Mapping) and _wants_gradients(a.values()):
             return True
     return False
 

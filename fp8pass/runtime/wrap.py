@@ -19,7 +19,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -157,8 +158,8 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     if trace_rules.check(model.forward):
         # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential.
         call = framed(model, call)
-    if "forward" not in model.__dict__:
         session.frame = call.__code__
+    if "forward" not in model.__dict__:
         # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
         model.__dict__["forward"] = types.MethodType(type(model).forward, model)
@@ -240,12 +241,12 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
         if session_in_this_thread() is None:
             for meet_caller in before_outermost_calls:
                 meet_caller()
-            is_quiet = siblings.are_none and session.is_quiet(args)
+            is_quiet = siblings.are_none and session.is_quiet(args, kwargs)
         else:
             is_quiet = False
         handled, num_graph_calls = sys.exc_info()[1], session.num_graph_calls
         quiet = session.begin_quietly() if is_quiet else None
-        end = enter(session, siblings, args) if quiet is None else None
+        end = enter(session, siblings, args, kwargs) if quiet is None else None
         try:
             return function(*args, **kwargs)
         except BackendCompilerFailed as failure:
@@ -263,10 +264,12 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
     return forward
 
 
-def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:
+def enter(
+    session: Session, siblings: Siblings, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[], None]:
     """Begin a forward, perhaps from a hook of torch.compile's. Returns a function that ends it, raised or not."""
     handled = sys.exc_info()[1]
-    outer = session.begin_forward(args)
+    outer = session.begin_forward(args, kwargs)
     num_graph_calls = session.num_graph_calls
     has_siblings = siblings.open()
     try:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8pass import DelayedScaling, inspect, state
 from fp8pass.runtime.recompute import FirstRun, FirstRuns
+from fp8pass.runtime.wrap import session_of
 from tests.support.models import BrokenBlock, Stack, mlp
 from tests.support.training import fp8, gradients, same, train
 
@@ -101,6 +102,28 @@ def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step(kin
             view.step()
     for name in view.tensors:
         assert (view.amax_history(name)[0] > 0) == name.endswith("grad_output"), name
+
+
+class ByName(nn.Module):
+    """Takes its input in one of several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, batch=None, x=None):
+        return self.net(batch["x"][0] if x is None else x)
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model(x=x), lambda model, x: model({"x": [x]})])
+def test_reentrant_checkpointing_around_an_input_that_is_not_positional_ends_steps_where_ranks_agree(call):
+    """Gradients are off in its first run, so that the model is known to train by its input alone."""
+    compiled = fp8(ByName(), RECIPE)
+    session_of(compiled).clock.agrees = True
+    for scale in (1.0, 2.0, 4.0):
+        x = torch.full((16, 64), scale, requires_grad=True)
+        checkpoint(functools.partial(call, compiled), x, use_reentrant=True).sum().backward()
+    assert state(compiled).amax_history("net.0:input").tolist() == [4.0, 2.0]
 
 
 class TwoReaders(nn.Module):
