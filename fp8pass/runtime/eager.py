@@ -523,7 +523,7 @@ def named(code: CodeType) -> str:
 
 def _at(function: str, file: str, line: int | None) -> str:
     if file == _WRAP and function.startswith(FRAME):
-        return f"the forward of nn.{function.removeprefix(FRAME).rpartition('_')[0]}"
+        return f"the forward of {function.removeprefix(FRAME).rpartition('_')[0]}"
     return f"{_plain(function)} ({os.path.basename(file)}:{line})"
 
 
