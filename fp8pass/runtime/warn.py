@@ -26,7 +26,7 @@ from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, SAVED, Rule, Rules
-from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
+from fp8pass.runtime.eager import ALLOW_RNN, is_at_limit, left_eager, limit_reason, stance
 from fp8pass.runtime.recompute import hook_backward
 from fp8pass.runtime.records import gemms_of_session, saved_of_session
 from fp8pass.runtime.session import Session
@@ -306,9 +306,11 @@ def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided], root:
 
 
 def _no_gemm(rule: Rule, root: object) -> str:
-    """The first module that a rule names and that multiplies no matrices, such as a convolution."""
+    """The first module that a rule names and that has no GEMM in any graph, such as a convolution."""
     modules = root.named_modules() if isinstance(root, nn.Module) and rule.role != SAVED else ()
     for path, module in modules:
+        if isinstance(module, nn.RNNBase) and rule.matches(path, rule.role or ""):
+            return f"{path} is a {type(module).__name__}, which runs eagerly: {ALLOW_RNN}."
         if isinstance(module, _WITHOUT_GEMMS) and rule.matches(path, rule.role or ""):
             return f"{path} is a {type(module).__name__}, which has none."
     return ""

@@ -275,7 +275,8 @@ def named():
         lambda self, x: self.mlp(torch.tanh(self.attention(x))),
         attention=nn.Linear(64, 64),
         mlp=nn.Sequential(nn.Linear(64, 64), nn.GELU()),
-        norm=nn.LayerNorm(64),  # not called
+        norm=nn.LayerNorm(64),  # these two are not called
+        memory=nn.GRU(64, 64),
     )
 
 
@@ -289,6 +290,7 @@ def named():
         ({"attention:grad_input": None}, "has matched no GEMM. The module has none with the role grad_input."),
         ({"mlp": None}, "has matched no GEMM. It does not cover the modules inside; did you mean 'mlp.*'?"),
         ({"n*m": "current"}, "The rule 'n*m' has matched no GEMM. norm is a LayerNorm, which has none."),
+        ({"me*": "current"}, "has matched no GEMM. memory is a GRU, which runs eagerly: torch._dynamo.config.allow_rnn = True"),
         ({"mlp:grad_weight": None}, "It does not cover the modules inside; did you mean 'mlp.*:grad_weight'?"),
     ],
 )
