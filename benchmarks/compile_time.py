@@ -12,6 +12,7 @@ too: processes that share the machine cannot be taken for it."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -28,7 +29,8 @@ from benchmarks.isolation import Bench, Row
 #: Behind the name of a recipe: with `saved_activations`.
 SAVED = " with saved_activations"
 PAIRS = tuple(recipe + SAVED for recipe in RECIPES)
-WARM_STARTS = 3  # Per cold one, which takes twenty times as long; the least counts.
+#: Per cold one, which takes twenty times as long: all contestants by turns, for machines scatter. The least counts.
+WARM_STARTS = 8
 #: dim, ffn, tokens.
 TINY = (256, 512, 64)
 
@@ -93,8 +95,8 @@ def _run(name: str, layers: int, cache: str, artifacts: str) -> dict[str, Any]:
 
 
 def _stack(blocks: int, repeat: int, bench: Bench, recipes: Sequence[str], restarts: bool) -> Iterator[Row]:
-    """So many blocks in seconds of CPU time, least of the repetitions, one contestant after the other: with empty caches, and
-    with `restarts` in a second process with the first one's caches, and with its mega-cache alone. Rows come after every
+    """So many blocks in seconds of CPU time, least of the repetitions, contestants by turns: with empty caches, and with
+    `restarts` in a second process with the first one's caches, and with its mega-cache alone. Rows come after every
     measurement, with what is known by then."""
     names = ["bf16", *recipes, *(["torchao tensorwise"] if has_torchao() and restarts else [])]
     found: dict[str, dict[str, list[float]]] = {}
@@ -104,26 +106,30 @@ def _stack(blocks: int, repeat: int, bench: Bench, recipes: Sequence[str], resta
         bench.require(run["finite"], f"{blocks} blocks, {name}: output is finite")
         return float(run["cpu"])
 
-    def measure(name: str) -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as empty:
-            if not restarts:
-                return {"cold": start(name, first)}
-            artifacts = f"{first}/artifacts"
-            cold = start(name, f"{first}/cache", artifacts)
-            warm = min(start(name, f"{first}/cache") for _ in range(WARM_STARTS))
-            return {"cold": cold, "warm": warm, "mega-cache": start(name, empty, artifacts)}
+    def measure(kind: str, name: str, folder: str) -> float:
+        cache = os.path.join(folder, name.replace(" ", "_"))  # the compiler's command lines have it
+        artifacts = f"{cache}.artifacts" if restarts else ""
+        if kind == "cold":
+            return start(name, cache, artifacts)
+        if kind == "warm":
+            return start(name, cache)
+        with tempfile.TemporaryDirectory() as empty:
+            return start(name, empty, artifacts)
 
+    kinds = ["cold", *(["warm"] * WARM_STARTS + ["mega-cache"] if restarts else [])]
     for _ in range(repeat):
-        for name in list(names):
-            times = bench(f"{blocks} blocks {name}", measure, name)
-            if times is None:
-                names.remove(name)
-                found.pop(name, None)
-                continue
-            for kind, seconds in times.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for kind, name in itertools.product(kinds, list(names)):
+                if name not in names:
+                    continue
+                seconds = bench(f"{blocks} blocks {name}", measure, kind, name, folder)
+                if seconds is None:
+                    names.remove(name)
+                    found.pop(name, None)
+                    continue
                 found.setdefault(name, {}).setdefault(kind, []).append(seconds)
-            print(f"{blocks} blocks {name}:", *(f"{kind} {seconds:.2f}" for kind, seconds in times.items()), flush=True)
-            yield from _rows(blocks, found)
+                print(f"{blocks} blocks {name}: {kind} {seconds:.2f}", flush=True)
+                yield from _rows(blocks, found)
 
 
 def _rows(blocks: int, found: dict[str, dict[str, list[float]]]) -> Iterator[Row]:
@@ -133,7 +139,7 @@ def _rows(blocks: int, found: dict[str, dict[str, list[float]]]) -> Iterator[Row
         row: Row = {"what": f"{blocks} blocks {name}"}
         row |= {f"{kind} CPU s": min(every) for kind, every in times.items()}
         if base is not None:
-            row |= {f"{kind} / bf16": min(every) / min(base[kind]) for kind, every in times.items()}
+            row |= {f"{kind} / bf16": min(every) / min(base[kind]) for kind, every in times.items() if kind in base}
         row |= {f"median {kind} CPU s": statistics.median(every) for kind, every in times.items()}
         yield row
 
