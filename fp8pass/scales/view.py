@@ -159,7 +159,8 @@ class Fp8State:
             saved[RECORDED] = torch.tensor(any(session.clock.is_step_pending for session in self._sessions))
         if self._is_stateful:
             saved[NUM_TENSORS] = torch.tensor(len(self.tensors))
-            saved[MODEL] = torch.tensor(self._digest())
+            if (digest := self._digest()) is not None:
+                saved[MODEL] = torch.tensor(digest)
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -199,8 +200,11 @@ class Fp8State:
         names = {str(parse_key(key).name) for key in state_dict if key not in OF_NO_TENSOR}
         return len(names) == int(state_dict.get(NUM_TENSORS, -1))
 
-    def _digest(self) -> int:
-        """A number for the paths of the modules in each part, and its rules, that is the same in every process."""
+    def _digest(self) -> int | None:
+        """A number for the paths of the modules in each part, and its rules, that is the same in every process. None for a
+        function or a graph that others own: it has no modules, and another with its rules is not known from it."""
+        if any(part.session.root() is None for part in self._parts):
+            return None
         parts = [(part.prefix, _paths(part.session), repr(rule_words(part.session.rules))) for part in self._parts]
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 

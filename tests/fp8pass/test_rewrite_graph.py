@@ -222,6 +222,7 @@ def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
         reference(compiled, model, batch(step))
     state(compiled).step()
     ours, theirs = first.state.state_dict(), state(compiled).state_dict()
+    assert theirs.pop("model") is not None  # its modules, which a graph does not have
     assert all(ours[key].equal(theirs[key]) for key in theirs)  # linears that read one input have histories of their own
     expected = run(first, model, batch(2))
     for saved in (first.state.state_dict(), state(compiled).state_dict()):
@@ -231,6 +232,16 @@ def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
         assert_equal(run(second, model, batch(2)), expected)
     with pytest.raises(CheckpointMismatchError):
         rewrite_graph(graph, "current", inputs=names).state.load_state_dict(first.state.state_dict())
+
+
+def test_the_state_of_another_graph_under_equal_rules_is_refused():
+    graph, names = traced(mlp(32, 64, 32), square, torch.randn(16, 32))
+    other, other_names = traced(
+        nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)), square, torch.randn(16, 32)
+    )
+    saved = rewrite_graph(graph, "delayed", inputs=names).state.state_dict()
+    with pytest.raises(CheckpointMismatchError, match="missing"):
+        rewrite_graph(other, "delayed", inputs=other_names).state.load_state_dict(saved)
 
 
 # -- AOTAutograd's joint graphs
