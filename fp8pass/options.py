@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fp8pass.errors import OptionError, RuleError, nearest
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.recipes.engines import Engine, matching
-from fp8pass.rules import SAVED, Rules, Schedule, Select, parse_rules, parse_schedule
+from fp8pass.rules import SAVED, Rules, Schedule, Select, interned, parse_rules, parse_schedule
 
 #: The compiler of rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]
@@ -235,7 +235,7 @@ def matching_rules(rules: Rules, engine: Engine) -> Rules:
             f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine makes no choice by an estimate; leave one out"
         )
     changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
-    return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
+    return interned(dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed)))
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:

@@ -91,13 +91,13 @@ def parse_rules(
     if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
     parsed = tuple(_parse_rule(pattern, value) for pattern, value in (rules or {}).items())
-    return _same_object(Rules(default, parsed, select, min_speedup))
+    return interned(Rules(default, parsed, select, min_speedup))
 
 
 _known: weakref.WeakKeyDictionary[Rules, weakref.ref[Rules]] = weakref.WeakKeyDictionary()
 
 
-def _same_object(rules: Rules) -> Rules:
+def interned(rules: Rules) -> Rules:
     """The first of all equal rules that are alive: models with equal ones share graphs, and each call finds its graph by the
     identity of its rules."""
     known = _known.get(rules, lambda: None)()
