@@ -84,12 +84,13 @@ class Origin:
     version: int  # The Parameter's version counter, which every change in place raises.
     storage: int  # Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same.
     address: int  # The address of its data: that of a storage can be replaced.
+    strides: tuple[int, ...]  # By which a transpose of it in the same memory differs.
     renewals: int
     """The number of times that copies of Parameters that train, or that do not, have been given up in spite of all else."""
     others: tuple[Origin, ...] = ()  # The origins of the Parameters that share the scale.
 
 
-RELEASED = Origin(-2, 0, 0, 0)  # Copies of a Parameter without values: what was made before is all there is.
+RELEASED = Origin(-2, 0, 0, (), 0)  # Copies of a Parameter without values: what was made before is all there is.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,7 +208,8 @@ def _origin_of(parameter: torch.Tensor, renewals: Sequence[int]) -> Origin:
     # An inference tensor counts none; its copies are not cached.
     version = -1 if parameter.is_inference() else parameter._version
     storage = parameter.untyped_storage()
-    return Origin(version, storage._cdata, parameter.data_ptr(), renewals[0 if parameter.requires_grad else 1])
+    where = storage._cdata, parameter.data_ptr(), parameter.stride()
+    return Origin(version, *where, renewals[0 if parameter.requires_grad else 1])
 
 
 def storages_of(given: Given) -> tuple[StorageWeakRef, ...]:

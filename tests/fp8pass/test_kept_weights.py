@@ -398,3 +398,12 @@ def test_trained_copies_are_no_static_inputs(monkeypatch):
     monkeypatch.setattr(dynamo_graphs, "_add_placeholder", recording)
     compile_model(half_frozen(), weight_copies="cache")(X)
     assert found == {(True, True), (False, False)}
+
+
+def test_a_transpose_in_the_same_memory_is_seen():
+    linear = nn.Linear(64, 64).requires_grad_(False)
+    kept = compile_model(linear, "current", weight_copies="cache")
+    kept(X[0])
+    linear.weight.data = linear.weight.data.t()
+    torch._dynamo.reset()
+    assert kept(X[0]).equal(compile_model(copy.deepcopy(linear), "current")(X[0]))
