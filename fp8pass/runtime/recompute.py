@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _LIMIT_PER_INSTANCE = 256
 Key = tuple[tuple[int, Any], ...]
 Storages = tuple[StorageWeakRef, ...]
 Hook = Callable[[Any], Any]
+Owner = tuple[Any, bool]
+"""The instance of a first run, and whether that ran under hooks on saved tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,9 @@ class FirstRun:
     key: GraphKey
     trained: bool  # True if it ran with gradients.
     is_dry: bool = False  # True if it was part of a dry pass: then the recomputation is, too.
+    under_hooks: bool = dataclasses.field(default_factory=lambda: are_hooks_set())
+    """True if it ran under hooks on saved tensors. So do both runs of checkpointing without reentry, and an evaluation of the
+    same inputs, which may be a first run of reentrant checkpointing, does not."""
 
 
 def input_key(args: Sequence[Any]) -> Key:
@@ -84,12 +89,22 @@ def hook_backward(result: Any, hook: Callable[..., None]) -> None:
         node.register_prehook(hook)
 
 
+def are_hooks_set() -> bool:
+    """True if saved tensors are intercepted."""
+    return _top_hooks(True) is not None
+
+
+def _newest(runs: Iterable[FirstRun]) -> FirstRun | None:
+    """The last of first runs, of those that ran under hooks as what runs now does, if there are any."""
+    found = list(runs)
+    alike = [run for run in found if run.under_hooks == are_hooks_set()]
+    return next(reversed(alike or found), None)
+
+
 def may_be_checkpointed(args: Sequence[Any]) -> bool:
     """True if this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
     input wants them, as in reentrant checkpointing."""
-    if _top_hooks(True) is not None:
-        return True
-    return _is_reentrant(args)
+    return are_hooks_set() or _is_reentrant(args)
 
 
 def _is_reentrant(args: Sequence[Any]) -> bool:
@@ -115,16 +130,17 @@ class FirstRuns:
     reverse order, so the newest first run of the instance is the one."""
 
     def __init__(self) -> None:
-        self._by_memory: collections.OrderedDict[Key, dict[Any, tuple[FirstRun, Storages]]] = collections.OrderedDict()
+        self._by_memory: collections.OrderedDict[Key, dict[Owner, tuple[FirstRun, Storages]]] = collections.OrderedDict()
         """Each with the memory that it read: once that is freed, other tensors may lie at the same addresses."""
         self._by_instance: dict[Any, list[FirstRun]] = {}
 
     def add(self, args: Sequence[Any], instance: Any, run: FirstRun) -> None:
         """Remember a first run."""
         found = self._by_memory.setdefault(input_key(args), {})
-        found.pop(instance, None)  # the newest is the last
+        owner = instance, run.under_hooks
+        found.pop(owner, None)  # the newest is the last
         tensors = [a for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a)]
-        found[instance] = run, tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
+        found[owner] = run, tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
         runs = self._by_instance.setdefault(instance, [])
         runs.append(run)
         if len(self._by_memory) > _LIMIT:
@@ -133,25 +149,23 @@ class FirstRuns:
 
     def find(self, args: Sequence[Any]) -> FirstRun | None:
         """The newest first run with the same memory, which is left here."""
-        found = self._by_memory.get(input_key(args))
-        return _alive(next(reversed(found.values()))) if found else None
+        return _newest(filter(None, map(_alive, self._by_memory.get(input_key(args), {}).values())))
 
     def last_of(self, instance: Any) -> FirstRun | None:
         """The newest first run of an instance, which is left here."""
-        runs = self._by_instance.get(instance)
-        return runs[-1] if runs else None
+        return _newest(self._by_instance.get(instance, ()))
 
     def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
         """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""
-        key = input_key(args)
+        key, hooks = input_key(args), are_hooks_set()
         found = self._by_memory.get(key, {})
-        owner = instance if instance in found else next(reversed(found), None)
-        run = _alive(found.pop(owner, None))
+        ranked = [(under_hooks == hooks, owner == instance, i) for i, (owner, under_hooks) in enumerate(found)]
+        owner, under_hooks = list(found)[max(ranked)[2]] if ranked else (instance, hooks)
+        run = _alive(found.pop((owner, under_hooks), None))
         if not found:
             self._by_memory.pop(key, None)
-        runs = self._by_instance.get(instance, [])
         if run is None:
-            return runs.pop() if runs else None
+            owner, run = instance, self.last_of(instance)
         owned = self._by_instance.get(owner, [])
         if run in owned:
             owned.remove(run)

@@ -496,6 +496,18 @@ loop("reentrant_checkpoint_around_the_model", mlp, **given, **_checkpointed(True
 loop("checkpoint_and_hooks", mlp, recipes=("delayed", "short", "current"), around=_cloned, **_checkpointed(False))
 
 
+@program(recipes=("short", "current"), options=("manual", "schedule"))
+def checkpointed_and_evaluated(fp8):
+    """The batch of a checkpointed forward is evaluated before its backward."""
+
+    def evaluated(run, x):
+        out = torch.utils.checkpoint.checkpoint(run.call, x, use_reentrant=False)
+        look(run, x)
+        return out
+
+    train(fp8, mlp(), batch_of=lambda run, i: batch(i).requires_grad_(), through=evaluated, scales=True)
+
+
 def _checkpoints_blocks():
     """Recomputation in the graph: the partitioner's."""
     return Stack((mlp(seed) for seed in range(3)), residual=True, use_reentrant=False)
