@@ -58,6 +58,7 @@ from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.snapshots import Modes, in_modes, modes_now
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.runtime.words import Uncacheable
+from fp8pass.scales.store import TooFarApart
 from fp8pass.weights.parameters import Seen, places_of
 from fp8pass.weights.released import any_released, is_used
 from lowering.operation import has_tangent
@@ -304,7 +305,9 @@ class DynamoGraph:
         graph = self._graph(session, args, trains and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
-        instance = self._instance(session, graph, args) or self._bind(session, graph, args)
+        instance = self._instance(session, graph, args)
+        if instance is None:
+            graph, instance = self._bind_to(session, graph, args)
         session.eager.note(instance.number)
         run = self._recompute if in_backward() else self._run
         result = run(session, graph, instance, args, trains, dry)
@@ -438,6 +441,21 @@ class DynamoGraph:
             return found if found.parameters == identity and found.is_of(args) else None
         other = known.get(identity)
         return other if other is not None and other.is_of(args) else None
+
+    def _bind_to(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> tuple[CompiledGraph, Instance]:
+        """Bind a graph to the instance that `args` belong to. Where the state has outgrown it, it is compiled once more, for
+        all instances from now on; backwards that are under way are those of the earlier one."""
+        try:
+            return graph, self._bind(session, graph, args)
+        except TooFarApart:
+            wider = self._compile(session, graph.key)
+        wider.num_calls, self.graphs[graph.key] = graph.num_calls, wider
+        if self._usual is graph:
+            self._usual = wider
+        if self._first is graph:
+            self._first = wider
+        graph.frame = lambda: None
+        return wider, self._bind(session, wider, args)
 
     def _bind(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance:
         rewrite = graph.rewrite

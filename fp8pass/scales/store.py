@@ -36,6 +36,10 @@ def capacity_for(num_entries: int) -> int:
     return max(_SMALLEST, 1 << max(0, num_entries - 1).bit_length())
 
 
+class TooFarApart(InvariantError):
+    """No window of a graph's size holds all tensors of an instance: the graph was compiled for a smaller state."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffers:
     """The memory of a store: a column for each entry."""
@@ -48,10 +52,11 @@ class Buffers:
 
     @classmethod
     def new(cls, length: int, entries: int, device: torch.device) -> Buffers:
-        """Buffers in their initial state."""
-        zeros, ones = (functools.partial(f, dtype=torch.float32, device=device) for f in (torch.zeros, torch.ones))
-        count = zeros(entries, dtype=torch.int32)
-        return cls(zeros(length, entries), ones(entries), ones(entries), count, zeros(entries))
+        """Buffers in their initial state, which training may use even if an evaluation in inference mode made them."""
+        with torch.inference_mode(False):
+            zeros, ones = (functools.partial(f, dtype=torch.float32, device=device) for f in (torch.zeros, torch.ones))
+            count = zeros(entries, dtype=torch.int32)
+            return cls(zeros(length, entries), ones(entries), ones(entries), count, zeros(entries))
 
     def part(self, first: int, entries: int) -> Buffers:
         """Views of neighbouring columns."""
@@ -200,12 +205,16 @@ class DelayedStore:
         self._outgrown[-1][1].zero_()
 
     def merge_outgrown(self) -> None:
-        """Take over amaxes that a backward has recorded in buffers that were replaced after its forward. Called at a step
-        boundary, before the update; rows are looked at until the second boundary after the replacement."""
+        """Take over amaxes that a backward has recorded in buffers that were replaced after its forward. Called before the
+        staging row is read."""
         for _, row in self._outgrown:
             staging = self.amax_history[0, : row.shape[0]]
             torch.maximum(staging, row, out=staging)
             row.zero_()
+
+    def before_boundary(self) -> None:
+        """Complete the staging row before the update. Outgrown rows are looked at until the second boundary after that."""
+        self.merge_outgrown()
         self._outgrown = [(since, row) for since, row in self._outgrown if self.version <= since]
 
     def give_up(self, names: Iterable[str]) -> None:
@@ -285,14 +294,14 @@ class DelayedStore:
     # -- scales and amaxes of calls
 
     def window(self, names: Sequence[str], size: int) -> Window:
-        """The window of `size` entries that holds all of `names`, with their slots in it."""
+        """The window of `size` entries that holds all of `names`, with their slots in it. Raises TooFarApart."""
         columns = self.columns(*names)
         if self.capacity < size:
             self.grow(size)
         offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
         offset -= offset % ALIGNMENT
         if columns and max(columns) - offset >= size:
-            raise InvariantError(
+            raise TooFarApart(
                 f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile again"
             )
         slots = torch.zeros(size, dtype=torch.int64)
@@ -307,6 +316,10 @@ class DelayedStore:
             columns = torch.tensor(self.columns(*self.empty), dtype=torch.int64, device=self.device)
             self._empty_columns = (key, columns)
         return scale.index_fill(0, self._empty_columns[1], 0.0)
+
+    def grown(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales that were copied earlier, as long as the buffers are now: tensors that came since have their present ones."""
+        return scale if len(scale) == self.capacity else torch.cat([scale, self.scale[len(scale) :]])
 
     def frozen_scale(self) -> torch.Tensor:
         """A copy of the scales as they are now; the same tensor until the next step boundary."""

@@ -114,7 +114,7 @@ class Stores(InputProvider):
     def before_boundary(self) -> None:
         """Complete the staged amaxes: what a backward wrote elsewhere, and what other ranks recorded."""
         for store in self:
-            store.merge_outgrown()
+            store.before_boundary()
         if self.reduction.is_active:
             self.reduction.run(self.one_per_recipe())
         for store in self:
@@ -136,8 +136,13 @@ class Stores(InputProvider):
                 f"'{name}' was saved under recipe {name.recipe}, counted from 0, of those that keep state; these rules have"
                 f" {len(recipes)}. Load it with the rules that it was saved with"
             )
-        recipe = self._recipe_of(name) if name.recipe is None else recipes[name.recipe]
-        return self.store(recipe, self._expected_device())
+        own = self._recipe_of(name)
+        if name.recipe is not None and recipes[name.recipe] == own:
+            raise CheckpointMismatchError(
+                f"'{name}' was saved by a model that was compiled with other rules, which gave '{name.module}' another recipe"
+                f" first. Compile with the rules that it was compiled with, and call use_rules before loading"
+            )
+        return self.store(own if name.recipe is None else recipes[name.recipe], self._expected_device())
 
     def _recipe_of(self, name: TensorName) -> DelayedScaling:
         """The recipe that the rules give to the GEMM that a tensor is named after."""
@@ -315,9 +320,9 @@ class BoundState(BoundInputs):
                 with self._all.lock:
                     for store in self._stores:
                         self._all.exchanges.compare(store, [(n, args[i]) for held, n, i in self._parameters if held is store])
-        scales = remembered
+        scales = None if remembered is None else {s: s.grown(scale) for s, scale in remembered.items()}
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
-            scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}
+            scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in self._stores}
             if records is Records.ALL:
                 for store, names in zip(self._stores, self._names, strict=True):
                     store.started.update(names)

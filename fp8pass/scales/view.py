@@ -97,6 +97,7 @@ class Fp8State:
         """[amax_history_len] float32, of n batched weights [amax_history_len, n], a copy: the staging entry first, then
         amaxes from the oldest to the newest. Raises UnknownTensorError if no tensor has this name."""
         store, where = self._find(name)
+        store.merge_outgrown()
         return store.amax_history[:, where].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
@@ -205,7 +206,7 @@ class Fp8State:
         function or a graph that others own: it has no modules, and another with its rules is not known from it."""
         if any(part.session.root() is None for part in self._parts):
             return None
-        parts = [(part.prefix, _paths(part.session), repr(rule_words(part.session.rules))) for part in self._parts]
+        parts = [(part.prefix, _paths(part.session), *map(repr, _words_of_rules(part.session))) for part in self._parts]
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
     def _check_part(self, part: Part, held: Mapping[str, torch.Tensor], recorded: bool, may_differ: bool) -> Callable[[], None]:
@@ -324,6 +325,11 @@ def _paths(session: Session) -> list[str]:
     return sorted([*module_paths(root), *(without_wrappers(name, wrapped) for name, _ in root.named_parameters())])
 
 
+def _words_of_rules(session: Session) -> list[Any]:
+    """The rules in force, and those that the model was compiled with: names of tensors under several recipes follow these."""
+    return [rule_words(rules) for rules in (session.rules, session.options.first_rules)]
+
+
 def _stores(session: Session) -> list[DelayedStore]:
     """The stores that hold tensors."""
     return [store for store in session.stores if len(store)]
@@ -396,6 +402,7 @@ def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, re
     the other parts are scalars; those of n batched weights [len, n] and [n]. is_shared: whether all ranks have equal histories
     and scales. reduces: whether the staged amaxes of this rank are only a part of the step's."""
     saved: dict[str, torch.Tensor] = {}
+    store.merge_outgrown()
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
         parts = {part: getattr(store, part)[..., where].clone() for part in HELD}
@@ -507,11 +514,14 @@ def load_store(store: DelayedStore, saved: Saved, names: Iterable[str], *, is_co
     store.add(names, [_fp8_max(saved, n) for n in names], counts)
     store.restored.update(unclaimed)
     store.is_complete = is_complete
+    store.merge_outgrown()  # so that nothing of the step that is given up remains there
     for name in names:
         where = store.where(name)
         for part in HELD:
             getattr(store, part)[..., where] = saved[name][part].to(store.device)
     store.note_empty(names)
+    # An amax of a step that has not ended may be the first of its history, which the boundary finds out.
+    store.started.update(name for name in names if name in store.empty)
     store.version += 1
 
 

@@ -9,6 +9,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -161,6 +162,23 @@ def test_a_backward_whose_store_has_grown_since_its_forward_records(monkeypatch)
     (name,) = [n for n in held.tensors if "grad" in n]
     compiled(x, 5)
     out.square().sum().backward()
+    staged = held.state_dict()[f"{name}.amax_history"][0]
     held.step()
     assert held.amax_history(name).count_nonzero() == 1
+    assert held.amax_history(name)[-1] == staged, "a state of the step that has not ended has it, too"
     assert held.scale(name) != 1
+
+
+def test_a_loaded_state_replaces_what_a_backward_left_in_outgrown_memory(monkeypatch):
+    monkeypatch.setattr(store, "_SMALLEST", 8)
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+    compiled = fp8(lambda layer, x: layer(x), DELAYED, step="manual")
+    out = compiled(layers[0], torch.randn(64, 64))
+    held = state(compiled)
+    for layer in layers:
+        compiled(layer, torch.randn(64, 64))
+    empty = held.state_dict()
+    out.square().sum().backward()
+    held.load_state_dict(empty)
+    held.step()
+    assert held.amax_history("layer:grad_output").count_nonzero() == 0

@@ -182,7 +182,7 @@ def play(compile_block, seed):
         elif kind == "shared":
             note(run([blocks[i] for i in (*some, *some)], x))
         elif kind == "evaluate":
-            with torch.no_grad():
+            with (torch.no_grad, torch.inference_mode)[number % 2]():
                 found.append(run([blocks[i] for i in some], x))
         elif kind == "dropped":
             run(blocks, x)

@@ -1,13 +1,17 @@
 """The state of delayed scaling: names, step boundaries, what is recorded, checkpoints."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError
+from fp8pass.scales import store
 from tests.support.models import LlamaBlock
-from tests.support.training import fp8, fp8_mlp, same, train
+from tests.support.training import fp8, fp8_mlp, gradients, same, train
 
 SHORT = DelayedScaling(amax_history_len=4)
 E4M3 = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
@@ -105,6 +109,30 @@ def test_state_grows_with_a_function_that_many_modules_call():
     view.step()
     for layer, name in zip(layers, names, strict=True):
         assert view.scale(f"{name}:weight") == torch.tensor(448.0) / layer.weight.abs().max()
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_graphs_that_the_state_has_outgrown_compute_the_same(checkpoints, monkeypatch):
+    """A weight that all layers read is far from those that come late, and a recomputation has scales of a smaller state."""
+
+    def run(smallest):
+        monkeypatch.setattr(store, "_SMALLEST", smallest)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers, last = nn.ModuleList(nn.Linear(32, 32) for _ in range(8)), nn.Linear(32, 32)
+        compiled = fp8(lambda layer, last, x: last(layer(x).tanh()), SHORT, step="manual")
+        found = []
+        for _ in range(3):
+            given = torch.randn(16, 32)
+            for layer in layers:
+                call = functools.partial(compiled, layer, last)
+                given = checkpoint(call, given, use_reentrant=False) if checkpoints else call(given)
+            given.square().mean().backward()
+            state(compiled).step()
+            found += [given.detach(), gradients(layers), gradients(last), state(compiled).state_dict()]
+        return found, len(inspect(compiled).graphs)
+
+    assert same(run(8), run(256))
 
 
 def exchange_memory(layer):
@@ -284,6 +312,16 @@ def test_a_tensor_may_be_named_after_a_gemm_in_high_precision(rules):
     state(fresh).load_state_dict(state(compiled).state_dict())
     train(fresh, x())
     assert set(state(fresh).tensors) == set(state(compiled).tensors)
+
+
+def test_a_state_of_the_first_step_continues_in_a_model_that_has_run():
+    """The boundary that follows is the first to write its histories."""
+    (_, compiled), (_, other) = trained(), trained(steps=3)
+    state(other).load_state_dict(state(compiled).state_dict())
+    for scale in (2.0, 0.5, 1.0):
+        given = x(scale)
+        assert same(train(other, given), train(compiled, given))
+    assert same(state(other).state_dict(), state(compiled).state_dict())
 
 
 # -- several recipes

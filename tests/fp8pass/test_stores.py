@@ -88,6 +88,14 @@ def test_a_name_under_an_unknown_recipe_is_refused():
         make().expected_store(name("a:input@recipe1"))
 
 
+def test_a_name_under_a_recipe_that_is_its_own_is_refused():
+    """A model whose first rules gave its module the other recipe saved it: its plain name meant that one."""
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'b:input@recipe1' was saved by a model .* call use_rules before loading"
+    ):
+        make({"b": E4M3}).expected_store(name("b:input@recipe1"))
+
+
 def test_an_alias_leads_to_the_store_of_its_own_recipe():
     stores = make({"k": E4M3})
     ours, theirs = stores.store(HYBRID, CPU), stores.store(E4M3, CPU)
