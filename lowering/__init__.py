@@ -21,12 +21,12 @@ from lowering.ops import (
     gemm_ready_mxfp8,
     group_columns,
     quantize,
-    scale_from_amax,
     scaled_grouped_mm,
     scaled_mm_blockwise,
     scaled_mm_mxfp8,
     update_scales,
 )
+from lowering.scaling import scale_from_amax
 
 _NAMESPACE.require_fakes()
 

@@ -79,15 +79,9 @@ multi_scales = _registered(
 )
 
 
-def _scale(amax: Tensor) -> Tensor:
-    return torch.empty_like(amax, dtype=torch.float32)
-
-
-scale_from_amax = _registered(tensors.scale_from_amax, _scale, "tensorwise.kernels", checks=[fp8_max])
-
 scales_from_amax = _registered(
     tensors.scales_from_amax,
-    lambda amax: (_scale(amax), _scale(amax)),
+    lambda amax: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)),
     "tensorwise.kernels",
     checks=[fp8_max, check_inverse, tensors.check_margin],
 )

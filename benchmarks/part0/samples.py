@@ -322,8 +322,8 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
     yield Sample("integers", ([torch.arange(3, dtype=torch.uint8, device=on)],))
 
 
-@_of("scale_from_amax", "scales_from_amax")
-def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
+@_of("scales_from_amax")
+def _scales_of_amaxes(on: torch.device) -> Iterator[Sample]:
     random = torch.exp2(40 * torch.randn(300, device=on))  # whose quotients round
     vector = torch.cat([torch.tensor(_EDGES, device=on), random[random.isfinite()]])
     matrix = vector[:280].view(20, 14)
@@ -334,8 +334,7 @@ def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
         {"margin": margin, "epsilon": epsilon, "power_of_2": power_of_2}
         for margin, epsilon, power_of_2 in itertools.product((0, 3, -2, 20), (0.0, 1e-2), (False, True))
     ]
-    if name == "scales_from_amax":
-        kinds += [{"epsilon": epsilon, "inverse": inverse} for epsilon in (0.0, 1e-2) for inverse in ("multiply", "divide")]
+    kinds += [{"epsilon": epsilon, "inverse": inverse} for epsilon in (0.0, 1e-2) for inverse in ("multiply", "divide")]
     for i, (what, amax) in enumerate(views.items()):
         for j, options in enumerate(kinds if what in ("edges", "largest") else (kinds[i % 16], kinds[-1 - i % 4])):
             yield Sample(f"{what}, {options}", (amax, (E4M3, E5M2)[(i + j) % 2]), options)

@@ -291,7 +291,7 @@ def _largest(node: fx.Node, self: Any, dim: tuple[int, ...], **_: Any) -> Term:
 
 def _scale(node: fx.Node, amax: Any, **options: Any) -> Any:
     scale = _each(lambda x: Term("scale", (x, how(options))), amax)
-    return scale if node.target is ops.scale_from_amax.default else (scale, _each(inverse, scale))
+    return scale, _each(inverse, scale)
 
 
 def _scale_values(node: fx.Node, q: Term, scale: Term) -> Term:
@@ -365,7 +365,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ops.multi_amax.default: _multi_amax,
     aten.amax.default: _largest,
     ops.amax_rowwise.default: lambda node, xs, **sides: Term("amaxes of columns" if sides == _COLUMNS else str(sides), xs),
-    ops.scale_from_amax.default: _scale,
     ops.scales_from_amax.default: _scale,
     aten.reciprocal.default: lambda node, self: _each(inverse, self),
     aten.eq.Scalar: lambda node, self, other: _each(lambda x: Term("equals", (x, other)), self),

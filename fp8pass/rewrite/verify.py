@@ -185,11 +185,11 @@ class _PlannedTerms:
             amax = Term("amax", (self.value(cast, False), "max", cast.source.group))
         else:
             amax = self.amax(tensor)
+        own = Term("scale", (amax, _how(ops.scales_from_amax.default, options)))
         if not tensor.quantization.has_state:
-            return Term("scale", (amax, _how(ops.scales_from_amax.default, options)))
+            return own
         if FIRST_STEP not in self.applied.variants:
             return self.slot(tensor)
-        own = Term("scale", (amax, _how(ops.scale_from_amax.default, options)))
         return Term("where", (Term("equals", (self.slot(tensor), 0)), own, self.slot(tensor)))
 
     def _copy(self, wanted: Copy) -> tuple[Term, Term]:

@@ -278,8 +278,8 @@ class Emitter:
             if is_one
             else cursor.call(ops.take.default, self.loaded[0], slots)
         )
-        own = cursor.call(ops.scale_from_amax.default, amax, quantization.dtype, margin=quantization.margin)
-        scale = cursor.call(aten.where.self, cursor.call(aten.eq.Scalar, loaded, 0), own, loaded)
+        own = cursor.call(ops.scales_from_amax.default, amax, quantization.dtype, margin=quantization.margin)
+        scale = cursor.call(aten.where.self, cursor.call(aten.eq.Scalar, loaded, 0), cursor.item(own, 0), loaded)
         return scale, cursor.call(aten.reciprocal.default, scale)
 
     # -- the state

@@ -289,14 +289,6 @@ def _scale_of(amax: ir.TensorBox, dtype: torch.dtype, margin: int, epsilon: floa
     return scale_at
 
 
-def lower_scale_from_amax(
-    amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
-) -> ir.TensorBox:
-    """Pointwise: joins the last reduction of the amax."""
-    amax.realize()
-    return pointwise_like(amax, _scale_of(amax, dtype, margin, epsilon, power_of_2), list(amax.get_size()))
-
-
 def lower_scales_from_amax(
     amax: ir.TensorBox,
     dtype: torch.dtype,
@@ -457,7 +449,6 @@ LOWERINGS = {
     lowering_ops.amax.default: lower_amax,
     lowering_ops.multi_amax.default: lower_multi_amax,
     lowering_ops.cast.default: lower_cast,
-    lowering_ops.scale_from_amax.default: lower_scale_from_amax,
     lowering_ops.scales_from_amax.default: lower_scales_from_amax,
     lowering_ops.scaled_mm.default: lower_scaled_mm,
     lowering_ops.load_scales.default: lower_load_scales,

@@ -204,13 +204,6 @@ def scales_from_amax(
     return scales, inverses
 
 
-def scale_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
-) -> torch.Tensor:
-    """`scaling.scale_from_amax`: the first result of `scales_from_amax`."""
-    return scales_from_amax(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)[0]
-
-
 def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
     """The largest magnitude of each tensor or matrix, float32 [n]: 0 for an empty one, NaN wins."""
     if per_matrix and len(xs) == 1 and xs[0].dim() == 3:
