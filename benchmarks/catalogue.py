@@ -66,7 +66,7 @@ def call(name: str, *arguments: Any, **options: Any) -> Call:
 
 #: Operations whose calls are enumerated. `amax_rowwise` and `cast_lines_rowwise` launch the passes of `cast_rowwise`.
 ENUMERATED = (
-    "amax", "multi_amax", "multi_scales", "quantize", "cast", "transposed_copy", "cast_rowwise", "cast_blockwise",
+    "amaxes", "multi_scales", "quantize", "cast", "transposed_copy", "cast_rowwise", "cast_blockwise",
     "cast_mxfp8", "group_columns", "cast_columns", "quantization_statistics",
 )  # fmt: skip
 

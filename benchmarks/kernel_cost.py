@@ -160,8 +160,8 @@ def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
         for block, square in (("1x32", False), ("32x32", True)):
             for kind, (num, copy) in copies.items():
                 add(f"mxfp8 {block} {kind} {name}", num + num / MX_BLOCK, "cast_mxfp8", [x], fp8, square=square, **copy)
-    add("amax", 0, "amax", x)
-    add("multi_amax", 0, "multi_amax", [x, x])
+    add("amax", 0, "amaxes", [x])
+    add("multi_amax", 0, "amaxes", [x, x])
     _add_rowwise(add, x)
     _add_grouped(add, found, x)
     return found
@@ -178,7 +178,7 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         elements = padded_width(x.shape[0], 8, align) * x.shape[1]
         found[name] = found[name]._replace(position=position, elements=elements, load_bytes=load_bytes)
 
-    add("amax_batch", 0, "multi_amax", [batch], per_matrix=True)
+    add("amax_batch", 0, "amaxes", [batch], per_matrix=True)
     for name, fp8 in _FP8:
         add(f"cast_batch_amax {name}", 1, "cast", [batch], [scales], fp8, with_amax=True)
         add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, rowwise=False, columnwise=True)

@@ -4,6 +4,7 @@ from lowering import other_ops as _other_ops  # noqa: F401 (registers its operat
 from lowering import paths as _blockwise_by_mxfp8  # noqa: F401 (one more way to compute a blockwise GEMM)
 from lowering import statistics as _statistics  # noqa: F401 (registers its operations)
 from lowering.api import (
+    amax,
     cast_blockwise,
     cast_transpose_amax,
     cast_transpose_blockwise,
@@ -16,7 +17,6 @@ from lowering.api import (
 from lowering.formats import Granularity
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.ops import (
-    amax,
     gemm_ready_blockwise,
     gemm_ready_mxfp8,
     group_columns,

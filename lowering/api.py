@@ -18,6 +18,12 @@ from lowering.formats import BLOCK, Granularity
 Copies = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, inf or NaN if an element is (NaN wins). `x` is float32,
+    bfloat16 or float16, of any shape and strides. Raises ValueError for other dtypes."""
+    return ops.amaxes([x])
+
+
 def cast_transpose_amax(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

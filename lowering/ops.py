@@ -62,11 +62,9 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 # -- one scale per tensor
 
-amax = _registered(tensors.amax, lambda x: _floats(x), "tensorwise.kernels", checks=[check_input])
-
-multi_amax = _registered(
-    tensors.multi_amax,
-    lambda xs, per_matrix: _floats(xs[0], num_matrices(xs) if per_matrix else len(xs)),
+amaxes = _registered(
+    tensors.amaxes,
+    lambda xs, per_matrix: _floats(xs[0], *([num_matrices(xs)] if per_matrix else [len(xs)] if len(xs) > 1 else [])),
     "tensorwise.kernels",
     checks=[check_each],
 )

@@ -45,7 +45,7 @@ def test_every_operation_has_cases():
 
 
 def test_a_new_operation_without_a_sample_is_wrong(monkeypatch):
-    monkeypatch.setitem(NAMESPACE.operations, "brand_new", NAMESPACE.operations["amax"])
+    monkeypatch.setitem(NAMESPACE.operations, "brand_new", NAMESPACE.operations["amaxes"])
     monkeypatch.setattr(samples, "_SAMPLES", {name: s for name, s in samples._SAMPLES.items() if name != "brand_new"})
     (case,) = [case for case in cases_of_operations() if case.operation == "brand_new"]
     row = worker.outcome(case, CPU)

@@ -266,14 +266,13 @@ def _scales_of_128(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"{m} x {n} x {k}, {kinds[0].label} by {kinds[1].label}", (of_a, of_b, m, n, k), options)
 
 
-@_of("amax", "sigmoid")
+@_of("amaxes", "sigmoid")
 def _of_one_tensor(name: str, on: torch.device) -> Iterator[Sample]:
     """The sigmoid has no kernel of its own: where Inductor fuses it, `recipes` compares the model."""
-    x = _with_non_finite(_matrix(on, 130, 200)) if name == "amax" else _matrix(on, 130, 200, torch.float32)
-    yield Sample("ragged", (x,))
-    yield Sample("a view", (x.t()[1:],))
-    for i, form in enumerate(_forms(on)):
-        yield Sample(f"form {i}", (form,))
+    x = _matrix(on, 130, 200, torch.float32) if name == "sigmoid" else _with_non_finite(_matrix(on, 130, 200))
+    forms = {"ragged": x, "a view": x.t()[1:], **{f"form {i}": form for i, form in enumerate(_forms(on))}}
+    for what, given in forms.items():
+        yield Sample(what, (given,) if name == "sigmoid" else ([given],))
 
 
 #: Zeros, numbers that are subnormal in float32, the largest ones, infinity and NaN of both signs.
@@ -295,12 +294,11 @@ _EDGES = (
 )
 
 
-@_of("multi_amax", "multi_scales")
+@_of("amaxes", "multi_scales")
 def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
     xs = [_matrix(on, 130, 200), _matrix(on, 1, 7, torch.float32), _matrix(on, 512, 512), torch.zeros(0, 3, device=on)]
-    if name == "multi_amax":
+    if name == "amaxes":
         yield Sample("many", (xs,))
-        yield Sample("one", (xs[:1],))
         yield Sample("per matrix", ([_matrix(on, 130, 200).view(5, 26, 200)],), {"per_matrix": True})
         yield Sample("per matrix, many", (_forms(on),), {"per_matrix": True})
         return

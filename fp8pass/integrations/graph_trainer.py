@@ -261,17 +261,16 @@ def _make_scales_with_amax(node: fx.Node) -> None:
     amax, options = node.args[0], dict(node.kwargs)
     if options.pop("inverse", None) is not None or not isinstance(amax, fx.Node) or list(amax.users) != [node]:
         return
-    is_one = amax.target is ops.amax.default
-    if not is_one and (amax.target is not ops.multi_amax.default or amax.kwargs.get("per_matrix")):
+    if amax.target is not ops.amaxes.default or amax.kwargs.get("per_matrix"):
         return
-    tensors = [amax.args[0]] if is_one else amax.args[0]
+    tensors: Any = amax.args[0]
     graph = node.graph
     with graph.inserting_before(amax):
         scales = _called(graph, ops.multi_scales.default, (tensors, node.args[1]), options, like=node)
     for result in list(node.users):
         with graph.inserting_before(result):
             vector = _called(graph, operator.getitem, (scales, result.args[1]), {}, like=result)
-            found = _called(graph, torch.ops.aten.select.int, (vector, 0, 0), {}, like=result) if is_one else vector
+            found = _called(graph, torch.ops.aten.select.int, (vector, 0, 0), {}, like=result) if len(tensors) == 1 else vector
         result.replace_all_uses_with(found)
         graph.erase_node(result)
     graph.erase_node(node)

@@ -160,7 +160,7 @@ c10d = torch.ops._c10d_functional
 
 
 #: Operations that make the amaxes: a scalar of a tensor, a vector of columns.
-_AMAXES = (torch.ops.lowering.amax.default, torch.ops.lowering.amax_rowwise.default)
+_AMAXES = (torch.ops.lowering.amaxes.default, torch.ops.lowering.amax_rowwise.default)
 
 
 def merge_reductions(graph: fx.Graph) -> None:

@@ -279,8 +279,9 @@ def _load_scales(node: fx.Node, count: int, **_: Any) -> tuple[Vector, Vector]:
     return scales, _each(inverse, scales)
 
 
-def _multi_amax(node: fx.Node, xs: tuple[Term, ...], per_matrix: bool) -> Any:
-    return Term("amaxes", xs) if per_matrix else Vector.of([Term("amax", (x,)) for x in xs])
+def _amaxes(node: fx.Node, xs: tuple[Term, ...], per_matrix: bool) -> Any:
+    found = [Term("amax", (x,)) for x in xs]
+    return Term("amaxes", xs) if per_matrix else Vector.of(found) if len(xs) > 1 else found[0]
 
 
 def _largest(node: fx.Node, self: Any, dim: tuple[int, ...], **_: Any) -> Term:
@@ -361,8 +362,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     # scales
     ops.load_scales.default: _load_scales,
     ops.take.default: lambda node, x, index: Vector.of([x.part(i, i + 1) for i in index]),
-    ops.amax.default: lambda node, x: Term("amax", (x,)),
-    ops.multi_amax.default: _multi_amax,
+    ops.amaxes.default: _amaxes,
     aten.amax.default: _largest,
     ops.amax_rowwise.default: lambda node, xs, **sides: Term("amaxes of columns" if sides == _COLUMNS else str(sides), xs),
     ops.scales_from_amax.default: _scale,

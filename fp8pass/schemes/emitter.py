@@ -197,7 +197,7 @@ class Emitter:
         if self.loaded is not None and not self._is_first:
             self.scales[tensor] = self._of_state(cursor, tensor)
         else:
-            amax = cursor.call(ops.amax.default, gather.shard_as_matrix(cursor))
+            amax = cursor.call(ops.amaxes.default, [gather.shard_as_matrix(cursor)])
             self.scales[tensor] = self._pair(cursor, [tensor], gather.largest_of_ranks(cursor, amax))
         scale, scale_inv = self.scales[tensor]
         source = gather.shard_as_matrix(cursor)
@@ -220,7 +220,7 @@ class Emitter:
         columns = value_of(matrix).shape[1]
         if not (isinstance(columns, int) and pad_to_alignment(columns) == columns):
             data = cursor.call(ops.quantize.default, matrix, scale, dtype)
-            return data, cursor.call(ops.amax.default, matrix) if self.records else None
+            return data, cursor.call(ops.amaxes.default, [matrix]) if self.records else None
         _, (((data,), _, amax),) = insert_cast(cursor, self.scheme.casts, [matrix], dtype, _ROWS, [scale], self.records)
         return data, amax
 
@@ -240,7 +240,7 @@ class Emitter:
 
     def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
         """Give tensors, before their casts, one scale: of the largest amax of the matrices, theirs and the others'."""
-        amaxes = cursor.call(ops.multi_amax.default, list(matrices))
+        amaxes = cursor.call(ops.amaxes.default, list(matrices))
         self.scales.update(dict.fromkeys(tensors, self._pair(cursor, tensors, cursor.call(aten.amax.default, amaxes))))
 
     def _find_scales(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
@@ -251,15 +251,10 @@ class Emitter:
             self.scales.update((tensor, self._of_state(cursor, tensor)) for tensor in tensors)
         elif len(tensors) == 1:
             (tensor,), (matrix,) = tensors, matrices
-            is_one = tensor.entries == 1
-            amax = (
-                cursor.call(ops.amax.default, matrix)
-                if is_one
-                else cursor.call(ops.multi_amax.default, [matrix], per_matrix=True)
-            )
+            amax = cursor.call(ops.amaxes.default, [matrix], per_matrix=tensor.entries > 1)
             self.scales[tensor] = self._pair(cursor, tensors, amax)
         else:
-            vectors = self._pair(cursor, tensors, cursor.call(ops.multi_amax.default, list(matrices)))
+            vectors = self._pair(cursor, tensors, cursor.call(ops.amaxes.default, list(matrices)))
             scales, inverses = ([cursor.call(aten.select.int, v, 0, i) for i in range(len(tensors))] for v in vectors)
             self.scales.update(zip(tensors, zip(scales, inverses, strict=True), strict=True))
 

@@ -583,7 +583,7 @@ class ParameterGathers:
 
     def _find_scales(self, weights: list[GatheredWeight]) -> None:
         """Scale weights that have no state; see NOTE [scales of shards]."""
-        amaxes = _largest_amaxes(weights, torch.ops.lowering.multi_amax)
+        amaxes = _largest_amaxes(weights, lambda shards: torch.ops.lowering.amaxes(shards).reshape(-1))
         for q in dict.fromkeys(w.weight.quantization for w in amaxes):  # as graphs compute it
             same = [w for w in amaxes if w.weight.quantization == q]
             with torch.no_grad():

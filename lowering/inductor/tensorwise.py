@@ -215,18 +215,12 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
     return amax if parts is None else parts
 
 
-def lower_amax(x: ir.TensorBox) -> Any:
-    """A maximum over each row, which fuses with the producer, then one over the rows."""
-    if len(x.get_size()) != 2 or not _is_whole(x):
-        box = buffers.call_operation(lowering_ops.amax.default, is_read=False)(x)
-        facts_of(box).amax_of = [x]
-        return box
-    return total_amax(row_amaxes(Matrix(x)))
-
-
-def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any:
-    """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = buffers.call_operation(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
+def lower_amaxes(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any:
+    """Of one matrix a maximum over each row, which fuses with the producer, then one over the rows; else the operation, by
+    whose result `lower_scales_from_amax` knows what it is the amax of."""
+    if len(xs) == 1 and not per_matrix and len(xs[0].get_size()) == 2 and _is_whole(xs[0]):
+        return total_amax(row_amaxes(Matrix(xs[0])))
+    box = buffers.call_operation(lowering_ops.amaxes.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
     if not per_matrix:
         facts_of(box).amax_of = xs
     return box
@@ -446,8 +440,7 @@ def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir
 
 
 LOWERINGS = {
-    lowering_ops.amax.default: lower_amax,
-    lowering_ops.multi_amax.default: lower_multi_amax,
+    lowering_ops.amaxes.default: lower_amaxes,
     lowering_ops.cast.default: lower_cast,
     lowering_ops.scales_from_amax.default: lower_scales_from_amax,
     lowering_ops.scaled_mm.default: lower_scaled_mm,

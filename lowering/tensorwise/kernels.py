@@ -204,8 +204,10 @@ def scales_from_amax(
     return scales, inverses
 
 
-def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
-    """The largest magnitude of each tensor or matrix, float32 [n]: 0 for an empty one, NaN wins."""
+def amaxes(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
+    """`reference.amaxes`: the largest magnitude of each tensor or matrix, 0 for an empty one, NaN wins."""
+    if len(xs) == 1 and not per_matrix:
+        return amax(xs[0])
     if per_matrix and len(xs) == 1 and xs[0].dim() == 3:
         return amax_batch(xs[0])
     if per_matrix:
@@ -218,7 +220,7 @@ def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Ten
 def multi_scales(
     xs: list[torch.Tensor], dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.multi_scales`: the launches of `multi_amax`, and one more."""
+    """`reference.multi_scales`: the launches of `amaxes`, and one more."""
     shape, device = (len(xs), max(1, num_programs(xs))), xs[0].device
     has_empty = any(x.numel() == 0 for x in xs)
     partials = (torch.zeros if has_empty else torch.empty)(shape, dtype=torch.int32, device=device)

@@ -20,8 +20,8 @@ from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 
 __all__ = [
     "amax",
+    "amaxes",
     "cast",
-    "multi_amax",
     "multi_scales",
     "quantize",
     "scale_from_amax",
@@ -56,9 +56,9 @@ def cast(
     if not with_amax:
         return [*row, *col]
     if in_parts and xs[0].numel():
-        return [*row, *col, multi_amax(list(tiles(xs[0], rowwise, columnwise)))]
+        return [*row, *col, torch.stack([amax(tile) for tile in tiles(xs[0], rowwise, columnwise)])]
     has_one = len(xs) == 1 and xs[0].dim() == 2 and not in_parts
-    return [*row, *col, amax(xs[0]) if has_one else multi_amax(xs, per_matrix=True)]
+    return [*row, *col, amaxes(xs, per_matrix=not has_one)]
 
 
 def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
@@ -66,16 +66,18 @@ def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
     return padded(dense(rowwise.t()), False)
 
 
-def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
-    """`amax` of each tensor, with `per_matrix` of each matrix of those that are batches [E, R, C]: [n], float32."""
-    return torch.stack([amax(x) for x in (matrices(xs) if per_matrix else xs)])
+def amaxes(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
+    """`amax` of each tensor, float32 [n], a scalar of one; with `per_matrix` [n] of each matrix of those that are batches
+    [E, R, C]."""
+    found = torch.stack([amax(x) for x in (matrices(xs) if per_matrix else xs)])
+    return found if per_matrix or len(xs) > 1 else found[0]
 
 
 def multi_scales(
     xs: list[torch.Tensor], dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scales_from_amax` of the `multi_amax` of tensors, at least one: scales [n] and their reciprocals [n]."""
-    return scales_from_amax(multi_amax(xs), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
+    """`scales_from_amax` of the `amax` of each tensor, at least one: scales [n] and their reciprocals [n]."""
+    return scales_from_amax(torch.stack([amax(x) for x in xs]), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
 
 
 def scaled_mm(

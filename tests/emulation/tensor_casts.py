@@ -132,8 +132,8 @@ def check_scales_of_a_matrix(folder: pathlib.Path) -> int:
 
     @torch.compile(dynamic=False)
     def compiled(x: torch.Tensor, long: torch.Tensor) -> Any:
-        small = *ops.scales_from_amax(ops.amax(x), E4M3), *ops.scales_from_amax(ops.amax(x.tile(8, 8) * 2), E4M3)
-        return *small, *ops.scales_from_amax(ops.amax(long * 2), E4M3)
+        small = *ops.scales_from_amax(ops.amaxes([x]), E4M3), *ops.scales_from_amax(ops.amaxes([x.tile(8, 8) * 2]), E4M3)
+        return *small, *ops.scales_from_amax(ops.amaxes([long * 2]), E4M3)
 
     wanted = [reference.scale_from_amax(reference.amax(m), E4M3) for m in (x, x * 2, long * 2)]
     with emulated_h200(folder) as emulation:

@@ -408,7 +408,7 @@ def test_kept_copies_are_those_of_a_cast_at_each_call(engine, frozen, options):
     if frozen == ("weight",):
         assert reasons == dict.fromkeys(("q_proj.weight", "k_proj.weight", "first.weight"), "None")
     elif frozen:
-        reason = "readers: multi_amax of a compiled graph reads it in high precision"
+        reason = "readers: amaxes of a compiled graph reads it in high precision"
         assert reasons == {"first.weight": "None", "k_proj.weight": reason}
         assert "1 weight is quantized at each call: scales: it shares its scale with a weight that is cast" in str(report)
     else:

@@ -27,7 +27,7 @@ MATMULS = [
     *((getattr(aten, f"_{name}").default, True) for name in ("scaled_mm", "transformer_encoder_layer_fwd")),
     (aten._native_multi_head_attention.default, True),
     (torch.matmul, False),  # no operation of a traced graph
-    *((target, False) for target in (*SCALED, torch.ops.lowering.cast.default, torch.ops.lowering.multi_amax.default)),
+    *((target, False) for target in (*SCALED, torch.ops.lowering.cast.default, torch.ops.lowering.amaxes.default)),
 ]
 
 

@@ -268,7 +268,7 @@ def test_the_largest_of_all_ranks():
     (wait,) = gathers.waits(graph)
     found = gathers.Gather.read(wait, lambda group: True)
     cursor = Cursor.start(graph).at(wait, backward=False)
-    largest = found.largest_of_ranks(cursor, cursor.call(torch.ops.lowering.amax.default, found.source))
+    largest = found.largest_of_ranks(cursor, cursor.call(torch.ops.lowering.amaxes.default, [found.source]))
     reduced = largest.args[0].args[0]
     assert (reduced.target, reduced.args[1:]) == (c10d.all_reduce.default, ("max", found.group))
     assert reduced.args[0].meta["val"].dtype is torch.int32, "as floats, MAX may lose NaN"

@@ -266,7 +266,7 @@ def test_slots_that_are_recorded_twice_or_never(work):
 def test_inference_records_nothing():
     work = traced(trains=False).run("apply")
     (state,) = work.state.values()
-    amax = cursor(work, work.graph.output_node()).call(ops.amax.default, work.graph.find_nodes(op="placeholder")[0])
+    amax = cursor(work, work.graph.output_node()).call(ops.amaxes.default, [work.graph.find_nodes(op="placeholder")[0]])
     with work.graph.inserting_before(work.graph.output_node()):
         record = work.graph.call_function(ops.record_amax.default, (state.amax, state.slots, [amax], [0]))
     record.meta["partitioner_tag"] = "must_be_in_forward"

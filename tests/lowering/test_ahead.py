@@ -125,7 +125,7 @@ NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
     "number of amaxes": lambda n: recorded(kernel("scales_from_amax"), torch.ones(n), E4M3),
     "loaded scales": lambda n: recorded(kernel("load_scales"), torch.ones(64), torch.arange(64), n),
     "first slot": lambda n: recorded(kernel("record_amax"), torch.ones(64), torch.arange(64), [torch.ones(())] * 2, [n, n + 1]),
-    "partial amaxes": lambda n: recorded(kernel("amax"), torch.empty(n * 16384, dtype=torch.bfloat16))[1:],
+    "partial amaxes": lambda n: recorded(kernel("amaxes"), [torch.empty(n * 16384, dtype=torch.bfloat16)])[1:],
 }
 
 

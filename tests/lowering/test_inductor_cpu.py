@@ -17,7 +17,7 @@ def test_on_the_cpu_operations_run_as_they_are():
     def function(x, w, staging, slots):
         scale, inverse = ops.load_scales(staging, slots, 2)
         rowwise, columnwise, amax = ops.cast([x * 2], [ops.take(scale, [0])[0]], E4M3, columnwise=True, with_amax=True)
-        own, own_inverse = ops.scales_from_amax(ops.amax(x * 3), E5M2)
+        own, own_inverse = ops.scales_from_amax(ops.amaxes([x * 3]), E5M2)
         lines, of_lines = ops.cast_rowwise([x * 5], E4M3)
         ops.record_amax(staging, slots, [amax], [1])
         product = ops.scaled_mm(rowwise, ops.cast([w], [own], E4M3)[0].t(), inverse[0], own_inverse)
@@ -39,5 +39,5 @@ def test_on_the_cpu_operations_run_as_they_are():
 
 def test_grouped_operations_equal_those_of_one_tensor():
     xs = [torch.randn(16, 48), torch.randn(7, 9).bfloat16(), torch.zeros(0, 4)]
-    assert torch.equal(ops.multi_amax(xs), torch.stack([reference.amax(x) for x in xs]))
+    assert torch.equal(ops.amaxes(xs), torch.stack([reference.amax(x) for x in xs]))
     assert ops.take(torch.arange(5.0), [3, 1]).tolist() == [3.0, 1.0]

@@ -75,7 +75,9 @@ def test_no_kernel_counts_tiles_by_a_sum_that_may_overflow():
 def test_enough_programs_for_the_largest_tensors(size):
     """By the host's arithmetic, without memory."""
     x = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    launches = recorded(kernel("amax"), x) + recorded(kernel("quantize"), x, torch.empty((), device="meta"), kernel_cases.E4M3)
+    launches = recorded(kernel("amaxes"), [x]) + recorded(
+        kernel("quantize"), x, torch.empty((), device="meta"), kernel_cases.E4M3
+    )
     for launch in launches:
         if "BLOCK_C" in launch.arguments:
             tile = launch.arguments["BLOCK_R"] * launch.arguments["BLOCK_C"]
@@ -97,7 +99,7 @@ def test_tables_of_addresses_are_used_again(monkeypatch):
         assert launch_helpers.pinned_table([1, 2], on_cpu) is first
     assert list(launch_helpers._TABLES) == [(on_cpu, 0, values) for values in ((2,), (3,), (1, 2))]
     xs, scales = [torch.zeros(16, 16), torch.zeros(32, 16)], list(torch.ones(2))
-    copies = [recorded(kernel("multi_amax"), xs)[0].arguments["table"] for _ in range(2)]
+    copies = [recorded(kernel("amaxes"), xs)[0].arguments["table"] for _ in range(2)]
     assert copies[0] is copies[1], "the same matrices at the same addresses"
     assert recorded(kernel("cast"), xs, scales, kernel_cases.E4M3, with_amax=True)[0].arguments["table"] is not copies[0]
 
@@ -107,7 +109,7 @@ def test_tables_of_addresses_are_used_again(monkeypatch):
 def test_offsets_beyond_32_bits_on_a_gpu():
     x = torch.zeros(2**31 + 64, dtype=torch.bfloat16, device="cuda")
     x[-1] = -9.0
-    assert kernel("amax")(x).item() == 9.0
+    assert kernel("amaxes")([x]).item() == 9.0
     q = kernel("quantize")(x, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
     assert q[-1].float().item() == -9.0
     far = torch.zeros((2, 2**31), dtype=torch.bfloat16, device="cuda")[:, : 2**27 : 2**20]

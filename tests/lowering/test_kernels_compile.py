@@ -61,7 +61,7 @@ ONE_OF = [X], [SCALE], E4M3
 MANY = [X] * 3, [SCALE] * 3, E4M3
 #: Operation, arguments and options of calls in words.
 _CALLS: dict[str, tuple[str, tuple, dict]] = {
-    "amax bf16": ("amax", (X,), {}),
+    "amax bf16": ("amaxes", ([X],), {}),
     "quantize e4m3": ("quantize", (X, SCALE, E4M3), {}),
     "quantize e5m2 fp32": ("quantize", (X.float(), SCALE, E5M2), {}),
     "cast e4m3": ("cast", ONE_OF, {}),
@@ -151,7 +151,7 @@ def test_number_of_launches(launches, names):
 
 
 def test_one_tile_needs_no_second_launch():
-    assert len(call("amax", matrix(16, 16))) == 1
+    assert len(call("amaxes", [matrix(16, 16)])) == 1
     assert len(call("cast", [matrix(16, 16)], [SCALE], E4M3, **BOTH | AMAX)) == 1
 
 
@@ -177,7 +177,7 @@ def test_scales_of_many_that_do_not_fit_are_refused(scales, message):
 
 
 def test_empty_inputs_launch_nothing():
-    assert call("amax", matrix(0, 5)) == []
+    assert call("amaxes", [matrix(0, 5)]) == []
     assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
     assert call("cast", [matrix(5, 0)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
     assert call("cast", [matrix(0, 5)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
