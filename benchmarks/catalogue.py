@@ -64,10 +64,10 @@ def call(name: str, *arguments: Any, **options: Any) -> Call:
 # -- what casts, measures and moves
 
 
-#: Operations whose calls are enumerated. `amax_rowwise` and `cast_lines_rowwise` launch the passes of `cast_rowwise`.
+#: Operations whose calls are enumerated. `amax_rowwise` and `cast_lines_rowwise` launch the passes of `cast_with_scales`.
 ENUMERATED = (
-    "amaxes", "multi_scales", "quantize", "cast", "transposed_copy", "cast_rowwise", "cast_blockwise",
-    "cast_mxfp8", "group_columns", "cast_columns", "quantization_statistics",
+    "amaxes", "multi_scales", "quantize", "cast", "transposed_copy", "cast_with_scales", "cast_columns",
+    "quantization_statistics",
 )  # fmt: skip
 
 #: Values of parameters, by their names; a bool has both.
@@ -75,7 +75,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {"dtype": FP8, "align": (16, 128)}
 #: Every so-many-th call has another one with an epsilon. Kernels ask whether it is 0.
 _WITH_EPSILON = 5
 _GRANULARITIES = {
-    "cast_blockwise": (ONE, TWO),
+    "cast_with_scales": (LINE, MX, ONE, TWO),
     "cast_columns": (LINE, ONE),
     "quantization_statistics": (TENSOR, LINE, MX, ONE, TWO),
 }
@@ -137,14 +137,14 @@ def _operands(name: str, parameters: list[str]) -> Iterator[tuple[str, dict[str,
                 scales = [torch.ones(x.shape[:-2]) for x in xs]
                 yield words + form, {"xs": xs} | ({"scales": scales} if "scales" in parameters else {})
         elif "offs" in parameters:
+            if name == "transposed_copy":
+                yield words, {"q": x[0].to(E4M3)}
             if name != "quantization_statistics" or words.endswith("512x256"):  # it has one variant for all sizes
                 yield from _in_groups(name, words, x[0])
             if name == "quantization_statistics" and words.endswith("512x256"):  # scales of tensors are given, others not
                 for form, each, scale in ((" batch", x, torch.ones(2)), ("", x[0], torch.ones(()))):
                     yield words + form, {"x": each, "scale": scale, "scale_inv": scale}
                     yield words + form, {"x": each}
-        elif name == "transposed_copy":
-            yield words, {"rowwise": x[0].to(E4M3)}
         else:
             yield words, {"x": x[0]} | ({"scale": torch.ones(())} if "scale" in parameters else {})
 
@@ -154,8 +154,8 @@ def _in_groups(name: str, words: str, x: torch.Tensor) -> Iterator[tuple[str, di
     offs = torch.arange(1, 9, dtype=torch.int32) * (rows // 8)
     for index in (None, torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)):
         gathered = "" if index is None else f" gathered by {index.dtype}"
-        given = {"q" if name == "group_columns" else "x": x, "offs": offs, "index": index}
-        if name == "group_columns":
+        given = {"q" if name == "transposed_copy" else "x": x, "offs": offs, "index": index}
+        if name == "transposed_copy":
             given["q"] = x.to(E4M3)
         yield f"{words} in groups{gathered}", given
         if name == "quantization_statistics":
@@ -176,7 +176,7 @@ def _of_many_groups() -> Iterator[tuple[str, Call]]:
     for groups in (20, 40, 100, 200, 400, 1000):
         x, offs = torch.empty(4 * groups, 256, dtype=torch.bfloat16), torch.arange(4, 4 * groups + 4, 4, dtype=torch.int32)
         for rows in (None, torch.zeros(4 * groups, dtype=torch.int32), torch.zeros(4 * groups, dtype=torch.int64)):
-            yield f"group_columns of {groups} groups", call("group_columns", x.to(E4M3), offs, rows)
+            yield f"transposed_copy of {groups} groups", call("transposed_copy", x.to(E4M3), offs, rows)
             yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=LINE.value)
             yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=ONE.value)
 
@@ -185,6 +185,7 @@ def others() -> Iterator[tuple[str, Call]]:
     """Of scales, of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
     from lowering.grouped import column_kernels as rows
     from lowering.grouped import gemm_kernels as gemm
+    from lowering.mxfp8 import kernels as mx
 
     for algo, has_counts, of_one in itertools.product(("max", "most_recent"), (False, True), (False, True)):
         yield f"update_scales {algo}{' counted' * has_counts}{' of one' * of_one}", _state(algo, has_counts, of_one)
@@ -203,7 +204,7 @@ def others() -> Iterator[tuple[str, Call]]:
     for square_a, square_b in ((False, True), (True, False), (False, False)):
         of_a, of_b = (torch.ones(4, 4 if square else 512) for square in (square_a, square_b))
         options = {"square_a": square_a, "square_b": square_b}
-        yield f"e8m0_scales {options}", call("e8m0_scales", of_a, of_b, 512, 512, 512, **options)
+        yield f"e8m0_scales {options}", Call(mx.e8m0_scales, (of_a, of_b, 512, 512, 512), options)
     yield from _of_many_groups()
     q, factors, offs = fp8(1000, 256), torch.empty(2, 1000).t(), torch.arange(1, 9, dtype=torch.int32) * 125
     yield "padded_rows", Call(rows.padded_rows, (q, factors, offs), {})
@@ -277,7 +278,7 @@ def gemms() -> Iterator[tuple[str, Call]]:
 def _dense(
     pair: tuple[Granularity, Granularity], m: int, k: int, formats: tuple[torch.dtype, torch.dtype], turn: tuple[Any, ...]
 ) -> tuple[str, Call]:
-    from lowering.blockwise.kernels import scaled_mm_blockwise
+    from lowering.blockwise.kernels import multiply
 
     _, out_dtype, has_bias, _ = turn
     n = 192
@@ -287,7 +288,7 @@ def _dense(
         fp8(m, k, dtype=formats[0]), fp8(n, k, dtype=formats[1]).t(), *scales, bias,
         granularity_a=pair[0].value, granularity_b=pair[1].value, out_dtype=out_dtype,
     )  # fmt: skip
-    return f"dense GEMM {_in_words(pair, formats, out_dtype, has_bias)} {m}x{n}x{k}", Call(scaled_mm_blockwise, (given,), {})
+    return f"dense GEMM {_in_words(pair, formats, out_dtype, has_bias)} {m}x{n}x{k}", Call(multiply, (given,), {})
 
 
 def _of_experts(pair: Any, rows: int, n: int, k: int, turns: Iterator[Any]) -> Iterator[tuple[str, Call]]:

@@ -375,13 +375,13 @@ class _Empty(TorchDispatchMode):
 
 
 def _besides_mxfp8s_gemm(args: Any, kwargs: Any, result: Any) -> tuple[Event, ...]:
-    """The operations that a blockwise GEMM through MXFP8 runs before torch's GEMM, which returns `result`."""
-    events: list[Event] = []
+    """The launches of a blockwise GEMM through MXFP8 before torch's GEMM, which returns `result`."""
+    launches: list[Launch] = []
     checked = mock.patch.object(blockwise_by_mxfp8, "_check_powers_of_two", return_value=None)
-    gemm = mock.patch.object(blockwise_by_mxfp8, "scaled_mm_mxfp8", return_value=result)
-    with checked, gemm, _Empty(events):
-        NAMESPACE.operations["scaled_mm_blockwise"].implementation(torch.device("cpu"))(*args, **kwargs)
-    return tuple(events)
+    gemm = mock.patch.object(blockwise_by_mxfp8, "by_decision", return_value=result)
+    with checked, gemm, _as_on_gpu(), recording(launches):
+        NAMESPACE.operations["scaled_mm"].implementation(torch.device("cpu"))(*args, **kwargs)
+    return (Event("e8m0_scales", 0, launches=tuple(launches)),)
 
 
 def _runs_kernels(name: str) -> bool:

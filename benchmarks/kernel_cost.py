@@ -97,7 +97,7 @@ def bound(name: str) -> float | None:
 
     Amaxes have none: they are read, nothing is written. Nor have casts that gather rows: addresses of rows are theirs alone.
     """
-    return None if name.startswith(("amax", "multi_amax", "columns", "group_columns")) else 0.65
+    return None if name.startswith(("amax", "multi_amax", "columns")) else 0.65
 
 
 class HandWritten(NamedTuple):
@@ -156,10 +156,11 @@ def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
             for (kind, (num, copy)), (multi, xs) in itertools.product(copies.items(), (("", [x]), ("multi ", [x, x]))):
                 store_bytes = num + num * scales
                 label = f"blockwise {block} {multi}{kind} {name}"
-                add(label, store_bytes, "cast_blockwise", xs, fp8, granularity=granularity.value, **copy)
+                add(label, store_bytes, "cast_with_scales", xs, fp8, granularity=granularity.value, **copy)
         for block, square in (("1x32", False), ("32x32", True)):
+            how = {"granularity": Granularity.BLOCK_1X32.value, "square": square}
             for kind, (num, copy) in copies.items():
-                add(f"mxfp8 {block} {kind} {name}", num + num / MX_BLOCK, "cast_mxfp8", [x], fp8, square=square, **copy)
+                add(f"mxfp8 {block} {kind} {name}", num + num / MX_BLOCK, "cast_with_scales", [x], fp8, **how, **copy)
     add("amax", 0, "amaxes", [x])
     add("multi_amax", 0, "amaxes", [x, x])
     _add_rowwise(add, x)
@@ -184,9 +185,9 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, rowwise=False, columnwise=True)
         add(f"cast_transpose_batch_amax {name}", 2, "cast", [batch], [scales], fp8, columnwise=True, with_amax=True)
         block = {"granularity": Granularity.BLOCK_128X128.value}
-        add(f"batch 128x128 both {name}", 2, "cast_blockwise", [batch], fp8, **block, columnwise=True)
+        add(f"batch 128x128 both {name}", 2, "cast_with_scales", [batch], fp8, **block, columnwise=True)
         lines = f"cast_lines_rowwise batch both {name}"
-        add(lines, 2, "cast_rowwise", [batch], fp8, columnwise=True)
+        add(lines, 2, "cast_with_scales", [batch], fp8, granularity="row_wise", columnwise=True)
         found[lines] = found[lines]._replace(position=1)  # the amaxes come first
         found["amax_rowwise batch both"] = found[lines]._replace(position=0, store_bytes=0)
         cast = "cast_columns", x, fp8
@@ -194,7 +195,7 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         both = {"granularity": "block_1x128", "rowwise": True}
         add_columns(f"columns 1x128 and rows {name}", BLOCK, 1, 2, 2 + 8 / BLOCK, *cast, **both)
         add_columns(f"columns rowwise {name}", GEMM_ALIGNMENT, 2, 2, 1, *cast, granularity="row_wise")
-    add_columns("group_columns", GEMM_ALIGNMENT, 1, 1, 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3))
+    add_columns("columns moved", GEMM_ALIGNMENT, 1, 1, 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3))
 
 
 def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
@@ -328,16 +329,14 @@ _SECTOR = 32
 
 def _launch(form: str, of_a: Granularity, of_b: Granularity, dtype: torch.dtype, fast_accum: bool) -> Launch:
     """Of a linear with 8192 rows, or of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each."""
-    from lowering.blockwise.kernels import scaled_mm_blockwise
+    from lowering.blockwise.kernels import multiply
     from lowering.grouped.gemm_kernels import scaled_grouped_mm
 
     options: dict[str, Any] = {"granularity_a": of_a.value, "granularity_b": of_b.value, "out_dtype": torch.bfloat16}
     if form == "dense":
         m, n, k = 8192, 4096, 4096
         scales = [torch.empty(gemm_ready_scale_shape(outer, k, kind)) for kind, outer in ((of_a, m), (of_b, n))]
-        return recorded(
-            scaled_mm_blockwise, Product(empty_fp8(m, k, dtype=dtype), empty_fp8(n, k).mT, *scales, None, **options)
-        )[-1]
+        return recorded(multiply, Product(empty_fp8(m, k, dtype=dtype), empty_fp8(n, k).mT, *scales, None, **options))[-1]
     experts, rows, hidden, ffn = 128, 131072, 2048, 768
     if form == "rows":
         operands = empty_fp8(rows, hidden, dtype=dtype), empty_fp8(experts, ffn, hidden).mT

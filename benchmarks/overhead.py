@@ -20,11 +20,13 @@ from benchmarks.isolation import Bench, Row
 from fp8pass import fp8_compile, inspect, state
 from fp8pass.api import parts_of
 from fp8pass.runtime.session import Session, end_steps
+from lowering import gemm as dense_gemm
 from lowering import update_scales
 from lowering.blockwise import gemm
 from lowering.grouped import gemm as grouped_gemm
 from lowering.hardware import triton_available
 from lowering.mxfp8 import gemm as mx_gemm
+from lowering.mxfp8 import reference as mx
 
 _ROUNDS = 15
 #: Goals that this project has set itself. Over plain torch.compile: of a call in inference without FP8 operations, with state
@@ -215,15 +217,13 @@ def _blockwise_decision(device: torch.device, repeat: int, bench: Bench) -> Iter
     how = {"granularity_a": "block_1x128", "granularity_b": "block_128x128", "out_dtype": torch.bfloat16}
     gemm.IMPLEMENTATIONS[_NOTHING] = lambda given: lambda a, *others: a
     library = torch.library.Library("overhead", "DEF")
-    schema = str(torch.ops.lowering.scaled_mm_blockwise.default._schema).partition("(")[2]
+    schema = str(torch.ops.lowering.scaled_mm.default._schema).partition("(")[2]
     library.define(f"nothing({schema}")
     library.impl("nothing", lambda a, *others, **options: a, "CompositeExplicitAutograd")
     try:
         functions = {
             plain: functools.partial(torch.ops.overhead.nothing, a, b.t(), scale_a, scale_b, **how),
-            name: functools.partial(
-                torch.ops.lowering.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING
-            ),
+            name: functools.partial(torch.ops.lowering.scaled_mm, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING),
         }
         bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
         yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
@@ -235,12 +235,11 @@ def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterato
     """Host time of the checks before other GEMMs, which compute nothing here."""
     if not triton_available():
         return
-    from lowering import tensor_cores
-
     (a, b), (line_a, line_b) = _fp8(device, (16, 32), (32, 32)), (torch.ones(n, 1, device=device) for n in (16, 32))
     experts, bias = _fp8(device, (2, 32, 32))[0], torch.randn(32, device=device).bfloat16()
     one, ends = torch.ones((), device=device), torch.tensor([8, 16], dtype=torch.int32, device=device)
     to_bf16 = {"out_dtype": torch.bfloat16}
+    rows, blocks = ({**to_bf16, "granularity_a": kind, "granularity_b": kind} for kind in ("row_wise", "block_1x32"))
     plain = "torch._scaled_mm, without a computation"
 
     def nothing(a: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
@@ -251,16 +250,16 @@ def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterato
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(mx_gemm, "decided", return_value=nothing),
+        mock.patch.object(mx, "check_scales"),
+        mock.patch.object(dense_gemm, "runs_kernels", return_value=True),
         mock.patch.object(grouped_gemm, "decided", return_value=("", nothing)),
     ):
         functions = {
             plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, **to_bf16),
-            "per-tensor GEMM": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, **to_bf16),
-            "per-tensor GEMM with a bias": functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, bias, **to_bf16),
-            "rowwise GEMM": functools.partial(
-                tensor_cores.scaled_mm_rowwise, a, b.t(), line_a, line_b, **to_bf16, fast_accum=True
-            ),
-            "MXFP8 GEMM": functools.partial(mx_gemm.scaled_mm_mxfp8, a, b.t(), line_a, line_b, **to_bf16),
+            "per-tensor GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), one, one, **to_bf16),
+            "per-tensor GEMM with a bias": functools.partial(dense_gemm.by_decision, a, b.t(), one, one, bias, **to_bf16),
+            "rowwise GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), line_a, line_b, **rows, fast_accum=True),
+            "MXFP8 GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), line_a, line_b, **blocks),
             "grouped GEMM": functools.partial(grouped_gemm.scaled_grouped_mm, a, experts.mT, one, one, ends, **to_bf16),
         }
         functions = {name if name == plain else f"{name}, decision": each for name, each in functions.items()}

@@ -92,13 +92,13 @@ def _implementation(name: str, m: int, n: int, k: int, on: torch.device, bench: 
     """A blockwise GEMM by Triton, and by the libraries that have it."""
     one, two = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
     of_b = one if name.endswith("grad_weight") else two
-    a, scale_a = ops.cast_blockwise([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
-    b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
+    a, scale_a = ops.cast_with_scales([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
+    b, scale_b = ops.cast_with_scales([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
     expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
     scaling = {"granularity_a": one, "granularity_b": of_b}
     asked = Product(a, b.t(), scale_a, scale_b, **scaling)
     legal = (kind for kind, library in gemm.LIBRARIES.items() if library.refusal(asked) is None)
-    run = functools.partial(gemm.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **scaling)
+    run = functools.partial(ops.scaled_mm, a, b.t(), scale_a, scale_b, **scaling)
     kinds = ["triton", *legal] if on.type == "cuda" else ["reference"]
     calls = {kind: functools.partial(run, implementation=kind) for kind in kinds}
     check = _within(f"blockwise {name}", expected, {}, bench)

@@ -17,13 +17,10 @@ from lowering.api import (
 from lowering.formats import Granularity
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.ops import (
-    gemm_ready_blockwise,
-    gemm_ready_mxfp8,
-    group_columns,
+    gemm_ready,
     quantize,
     scaled_grouped_mm,
-    scaled_mm_blockwise,
-    scaled_mm_mxfp8,
+    transposed_copy,
     update_scales,
 )
 from lowering.scaling import scale_from_amax
@@ -37,9 +34,7 @@ __all__ = [
     "cast_transpose_amax",
     "cast_transpose_blockwise",
     "compact_blockwise",
-    "gemm_ready_blockwise",
-    "gemm_ready_mxfp8",
-    "group_columns",
+    "gemm_ready",
     "quantize",
     "quantize_blockwise",
     "quantize_mxfp8",
@@ -47,7 +42,6 @@ __all__ = [
     "scale_from_amax",
     "scaled_grouped_mm",
     "scaled_mm",
-    "scaled_mm_blockwise",
-    "scaled_mm_mxfp8",
+    "transposed_copy",
     "update_scales",
 ]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lowering import ops
-from lowering.blockwise.reference import check_block, gemm_ready_scales, granularity_of_compact
-from lowering.checks import check_blocks, check_flat, check_two_dimensions
+from lowering.blockwise.reference import GRANULARITIES, check_block, gemm_ready_scales, granularity_of_compact
+from lowering.checks import check_blocks, check_flat, check_granularity, check_two_dimensions
 from lowering.copies import as_matrix
 from lowering.formats import BLOCK, Granularity
 
@@ -49,7 +49,7 @@ def quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype, *, square: bool = False)
     Microscaling Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
     check_blocks(x, dtype, "to MXFP8")
-    q, codes = ops.cast_mxfp8([as_matrix(x)], dtype, square=square, compact=True)
+    q, codes = ops.cast_with_scales([as_matrix(x)], dtype, granularity="block_1x32", square=square, compact=True)
     return q.view(x.shape), codes
 
 
@@ -67,10 +67,14 @@ def quantize_blockwise(
     """
     check_blocks(x, dtype, "blockwise")
     check_block(block)
-    granularity = Granularity.of_block(block).value
-    options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv = ops.cast_blockwise([as_matrix(x)], dtype, compact=True, **options)
+    options = _blockwise(Granularity.of_block(block).value, power_of_2, epsilon)
+    q, scale_inv = ops.cast_with_scales([as_matrix(x)], dtype, compact=True, **options)
     return q.view(x.shape), scale_inv
+
+
+def _blockwise(granularity: str, power_of_2: bool, epsilon: float) -> dict[str, Any]:
+    check_granularity("granularity", granularity, GRANULARITIES)
+    return {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
 
 
 def cast_blockwise(
@@ -90,9 +94,9 @@ def cast_blockwise(
     [ceil(inner/128), pad4(outer)], 128x128 [ceil(outer/128), pad4(ceil(inner/128))], padding entries 0.
     """
     check_flat(x)
-    options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
+    options = _blockwise(granularity, power_of_2, epsilon)
     sides: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise}
-    q, scale_inv = ops.cast_blockwise([x], dtype, **sides, pad_rows=pad_outer, pad_cols=pad_outer, **options)
+    q, scale_inv = ops.cast_with_scales([x], dtype, **sides, pad_rows=pad_outer, pad_cols=pad_outer, **options)
     return q, scale_inv
 
 
@@ -113,8 +117,8 @@ def cast_transpose_blockwise(
     both. `pad_rows` pads R of the rowwise copy to a multiple of 16, `pad_cols` C of the columnwise one.
     """
     check_flat(x)
-    options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = ops.cast_blockwise(
+    options = _blockwise(granularity, power_of_2, epsilon)
+    q, scale_inv, q_t, scale_inv_t = ops.cast_with_scales(
         [x], dtype, columnwise=True, pad_rows=pad_rows, pad_cols=pad_cols, **options
     )
     return q, scale_inv, q_t, scale_inv_t
@@ -126,11 +130,11 @@ def compact_blockwise(
     """Both copies of `x` [A, B] for gathering: q_rowwise, scale_inv_rowwise, q_columnwise, scale_inv_columnwise.
 
     Nothing is transposed or padded: both q are [A, B]; scales are [A, ceil(B/128)] and [ceil(A/128), B] in 1D. In 2D
-    both copies hold the same values and scales [ceil(A/128), ceil(B/128)]. `gemm_ready_blockwise` converts each pair
+    both copies hold the same values and scales [ceil(A/128), ceil(B/128)]. `gemm_ready` converts each pair
     after the gathering.
     """
-    options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = ops.cast_blockwise([x], dtype, columnwise=True, compact=True, **options)
+    options = _blockwise(granularity, power_of_2, epsilon)
+    q, scale_inv, q_t, scale_inv_t = ops.cast_with_scales([x], dtype, columnwise=True, compact=True, **options)
     return q, scale_inv, q_t, scale_inv_t
 
 
@@ -148,7 +152,7 @@ def quantize_rowwise(
     """
     check_blocks(x, dtype, "in rows")
     matrix = as_matrix(x)
-    q, scale_inv = ops.cast_rowwise([matrix], dtype, power_of_2=power_of_2, epsilon=epsilon)
+    q, scale_inv = ops.cast_with_scales([matrix], dtype, granularity="row_wise", power_of_2=power_of_2, epsilon=epsilon)
     if q.shape != matrix.shape:
         q = q.view(torch.uint8)[:, : matrix.shape[1]].contiguous().view(dtype)
     return q.view(x.shape), scale_inv
@@ -161,8 +165,11 @@ def scaled_mm(
     scale_inv_b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    granularity_a: str | None = None,
+    granularity_b: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    implementation: str = "auto",
 ) -> torch.Tensor:
     """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N]; [M, N] in `out_dtype`.
 
@@ -170,21 +177,24 @@ def scaled_mm(
     once. bias [N] or None. The scales are scalars, or those of `quantize_rowwise` or `quantize_blockwise` in the
     orientation of their operands. For a they are [M, 1], [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)]. For b they are [1, N],
     [ceil(K/128), N] or [ceil(K/128), ceil(N/128)] (b = q.t() takes the scales of q transposed, as a view). Blockwise
-    GEMMs have no fast accumulation; one operand at least has 1x128 blocks. Raises ValueError for scales of other shapes,
-    and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).
+    GEMMs have no fast accumulation; one operand at least has 1x128 blocks. With granularities the scales are what the casts
+    of these return: GEMM-ready ones of blocks, and all those of b in the orientation of its copy [N, K]; `implementation`
+    chooses what multiplies blocks of 128. Raises ValueError for scales of other shapes, and for operands that FP8 tensor cores
+    do not multiply (E5M2 by E5M2).
     """
-    if _are_rowwise(a, b, scale_inv_a, scale_inv_b, fast_accum):
-        return ops.scaled_mm_rowwise(a, b, scale_inv_a, scale_inv_b.t(), bias, out_dtype=out_dtype, fast_accum=fast_accum)
-    if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
-        if fast_accum:
-            raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
-        (m, k), n = a.shape, b.shape[1]
-        granularity_a = granularity_of_compact("scale_inv_a", scale_inv_a, m, k, False)
-        granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
-        scales = gemm_ready_scales(scale_inv_a, m, granularity_a), gemm_ready_scales(scale_inv_b.t(), n, granularity_b)
-        blocks: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-        return ops.scaled_mm_blockwise(a, b, *scales, bias, **blocks, out_dtype=out_dtype)
-    return ops.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    if granularity_a is None and granularity_b is None:
+        granularity_a = granularity_b = Granularity.TENSOR_WISE
+        if _are_rowwise(a, b, scale_inv_a, scale_inv_b, fast_accum):
+            granularity_a = granularity_b = Granularity.ROW_WISE
+            scale_inv_b = scale_inv_b.t()
+        elif scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
+            (m, k), n = a.shape, b.shape[1]
+            granularity_a = granularity_of_compact("scale_inv_a", scale_inv_a, m, k, False)
+            granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
+            scale_inv_a = gemm_ready_scales(scale_inv_a, m, granularity_a)
+            scale_inv_b = gemm_ready_scales(scale_inv_b.t(), n, granularity_b)
+    how: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b, "implementation": implementation}
+    return ops.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, **how, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
 def _are_rowwise(

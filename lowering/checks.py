@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from lowering.copies import outer_and_inner
-from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, fp8_max
+from lowering.formats import HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import Gemm, refusal, short
 from lowering.scaling import INVERSES
 
@@ -69,6 +69,13 @@ def check_inverse(inverse: str | None, power_of_2: bool) -> None:
         )
 
 
+def check_granularity(name: str, granularity: str, known: Iterable[Granularity]) -> None:
+    """`granularity` is one of these."""
+    values = [kind.value for kind in known]
+    if granularity not in values:
+        raise ValueError(f"{name} is {str(granularity)!r}; use {' or '.join(map(repr, values))}")
+
+
 def check_blocks(x: torch.Tensor, dtype: torch.dtype, how: str) -> None:
     """`x` can be quantized to `dtype` and has blocks; `how` it would be quantized, for the error."""
     fp8_max(dtype)
@@ -85,10 +92,6 @@ def check_flat(x: torch.Tensor) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
 
 
-#: Why no device multiplies FP8 operands of two dtypes, None where one does: eager calls would wait for it.
-_REFUSALS = {(a, b): refusal(Gemm(a, b), None) for a in FP8_MAX for b in FP8_MAX}
-
-
 def check_sizes(a: torch.Tensor, b: torch.Tensor) -> None:
     """`a` and `b` are matrices with a product."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -98,8 +101,7 @@ def check_sizes(a: torch.Tensor, b: torch.Tensor) -> None:
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
     check_sizes(a, b)
-    dtypes = a.dtype, b.dtype
-    reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else refusal(Gemm(*dtypes), None)
+    reason = refusal(Gemm(a.dtype, b.dtype), None)
     if reason is not None:
         fix = "quantize both operands to FP8, at least one operand to E4M3"
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
@@ -128,32 +130,29 @@ def check_bias(bias: torch.Tensor | None, b: torch.Tensor) -> None:
 
 
 def check_compact(
-    what: str,
     q: torch.Tensor,
-    scales: torch.Tensor,
+    scale_inv: torch.Tensor,
     columnwise: bool,
     shape_of: Callable[[int, int], tuple[int, int]],
     dtype: torch.dtype,
-    source: str,
 ) -> None:
-    """`scales` are the compact ones of the FP8 copy `q`. shape_of: their shape for its outer and inner size. `what` they are
-    called and their `source`, for the error."""
+    """`scale_inv` are the compact scales of the FP8 copy `q`. shape_of: their shape for its outer and inner size."""
     fp8_max(q.dtype)
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; flatten it to a matrix")
     expected = shape_of(*outer_and_inner(q, columnwise))
     expected = expected[::-1] if columnwise else expected
-    if tuple(scales.shape) != tuple(expected) or scales.dtype != dtype:
+    if tuple(scale_inv.shape) != tuple(expected) or scale_inv.dtype != dtype:
         raise ValueError(
-            f"{what} {scales.dtype} {tuple(scales.shape)}, compact scales of this copy are {short(dtype)} {tuple(expected)};"
-            f" pass the result of {source}"
+            f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, compact scales of this copy are {short(dtype)}"
+            f" {tuple(expected)}; pass the result of cast_with_scales with compact=True"
         )
 
 
-def check_gemm_ready(name: str, scale: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> None:
-    """`scale` has the dtype and the shape of GEMM-ready scales, and no gaps; `name` and `source` for the error."""
+def check_gemm_ready(name: str, scale: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """`scale` has the dtype and the shape of GEMM-ready scales, and no gaps; `name` for the error."""
     if tuple(scale.shape) != shape or not scale.is_contiguous() or scale.dtype != dtype:
         raise ValueError(
             f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}, expected contiguous"
-            f" {short(dtype)} {shape}: the GEMM-ready scales of {source}"
+            f" {short(dtype)} {shape}: the GEMM-ready scales of cast_with_scales or gemm_ready"
         )

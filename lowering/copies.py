@@ -35,6 +35,7 @@ class CastOptions:
     epsilon: float = 0.0
     square: bool = False
     compact: bool = False
+    inverse: str | None = None
 
     @classmethod
     @functools.cache

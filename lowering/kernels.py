@@ -1,4 +1,4 @@
-"""Kernels of no room, for CUDA devices with FP8 instructions: statistics and checksums.
+"""Kernels of no room, for CUDA devices with FP8 instructions: statistics and checksums; and the choice of a cast's.
 
 Statistics are of what is in memory: one read of a tensor serves both of its copies. A program takes 128 x 128 elements, and of
 them 32 lines at a time, along the rows for the rowwise copy, then along the columns: the second time they come from the cache.
@@ -19,14 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering import other_ops, statistics
+from lowering import casts, other_ops, statistics
+from lowering.blockwise import kernels as blocks
+from lowering.copies import CastOptions
 from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
-from lowering.grouped.column_kernels import amax_columns_kernel, map_of_rows
+from lowering.grouped.column_kernels import amax_columns_kernel, columns_of_groups, map_of_rows
 from lowering.grouped.reference import valid_rows
+from lowering.mxfp8 import kernels as mx
 from lowering.mxfp8.kernels import e8m0_code, factor_of
+from lowering.rowwise import kernels as rows
 from lowering.rowwise.kernels import amax_rowwise
 from lowering.scaling import scales_from_amax
 from lowering.statistics import How, Sums, vector_of_blocks, vector_of_sums
+from lowering.tensorwise import kernels as tensors
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import (
@@ -483,3 +488,26 @@ def checksums(xs: list[torch.Tensor]) -> torch.Tensor:
 
 def _is_aligned(words: torch.Tensor) -> bool:
     return words.data_ptr() % 16 == 0 and words.numel() % 4 == 0
+
+
+def transposed_copy(q: torch.Tensor, offs: torch.Tensor | None = None, *index: Any, **options: Any) -> torch.Tensor:
+    """See `grouped.reference.transposed_copy`."""
+    return tensors.transposed_copy(q) if offs is None else columns_of_groups(q, offs, *index, **options)
+
+
+_COPIES: dict[str, Any] = {
+    Granularity.ROW_WISE: rows.copies,
+    Granularity.BLOCK_1X32: mx.copies,
+    Granularity.BLOCK_1X128: blocks.copies,
+    Granularity.BLOCK_128X128: blocks.copies,
+}
+
+
+def cast_with_scales(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """See `casts.cast_with_scales`. The scales of engines are left to the reference, and batches in blocks of 32, whose grouped
+    GEMMs have no kernel either."""
+    how = CastOptions.of(**options)
+    if how.inverse is not None or (how.granularity == Granularity.BLOCK_1X32 and any(x.dim() == 3 for x in xs)):
+        return casts.cast_with_scales(xs, dtype, **options)
+    found: list[torch.Tensor] = _COPIES[how.granularity](xs, dtype, how)
+    return found

@@ -1,8 +1,8 @@
 """The operations as registered, kind of scaling by kind: the specification, checks, shapes for tracing, and kernels of each.
 
 Triton kernels run on CUDA devices with FP8 instructions and are imported when such a device's tensor arrives; the eager
-reference runs everywhere else, and for MXFP8's grouped casts, for which no GPU has a GEMM yet. `gemm.py` of a room chooses
-what computes a GEMM.
+reference runs everywhere else, and for MXFP8's grouped casts, for which no GPU has a GEMM yet. `gemm.py` chooses what
+computes a GEMM.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from lowering import state
-from lowering.blockwise import gemm as blocks_gemm
-from lowering.blockwise import reference as blocks
+from lowering import casts, gemm, state
 from lowering.blockwise import saved
-from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output, check_product
+from lowering.checks import check_each, check_input, check_inverse, check_product
 from lowering.copies import CastOptions, copies_of, empty_copy, num_blocks, num_matrices
 from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
 from lowering.grouped import gemm as groups_gemm
 from lowering.grouped import reference as groups
 from lowering.hardware import runs_kernels
-from lowering.mxfp8 import gemm as mx_gemm
 from lowering.mxfp8 import reference as mx
 from lowering.operation import Operation, operation
 from lowering.rowwise import reference as rows
@@ -54,10 +51,6 @@ def _registered(
 
 def _floats(like: Tensor, *shape: Any) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
-
-
-def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 # -- one scale per tensor
@@ -105,17 +98,6 @@ def _cast(xs: list[Tensor], dtype: torch.dtype, **options: bool) -> list[Tensor]
 
 cast = _registered(tensors.cast, _cast, "tensorwise.kernels", tried, checks=[tensors.check_casts], indexed=["scales"])
 
-transposed_copy = _registered(
-    tensors.transposed_copy,
-    lambda rowwise: empty_copy(rowwise, rowwise.dtype, True, False),
-    "tensorwise.kernels",
-    checks=[tensors.check_rowwise],
-)
-
-scaled_mm = _registered(
-    tensors.scaled_mm, _product, "tensor_cores", checks=[check_operands, check_output], indexed=["scale_inv_a", "scale_inv_b"]
-)
-
 # -- one scale per row
 
 
@@ -146,57 +128,27 @@ cast_lines_rowwise = _registered(
 )
 
 
-def _cast_rowwise(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
-    def copy(x: Tensor, columnwise: bool, pad_outer: bool) -> Pair:
-        q = empty_copy(x, dtype, columnwise, pad_outer)
-        return q, _floats(x, *q.shape[:-1], 1)
-
-    return copies_of(xs, CastOptions(**options), copy)
+# -- scales of lines and of blocks, which the cast computes
 
 
-cast_rowwise = _registered(rows.cast_rowwise, _cast_rowwise, "rowwise.kernels", tried, checks=[rows.check_casts, check_inverse])
-
-scaled_mm_rowwise = _registered(rows.scaled_mm_rowwise, _product, "tensor_cores", checks=[rows.check_gemm])
-
-# -- one scale per block of 128
-
-
-def _cast_blockwise(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
-    wanted = CastOptions(**options)
-    kind, compact = wanted.granularity, wanted.compact
-    blocks.check_casts(xs, dtype, kind, wanted.rowwise, wanted.columnwise, compact)
-    return copies_of(xs, wanted, lambda x, turns, pads: _copy_of_blocks(x, dtype, kind, turns, pads, compact))
+def _cast_with_scales(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    checked = {name: value for name, value in options.items() if name not in ("pad_rows", "pad_cols", "epsilon")}
+    casts.check_casts(xs, dtype, **checked)
+    how = CastOptions(**options)
+    empty = casts.ROOMS[Granularity(how.granularity)].empty
+    return copies_of(xs, how, lambda x, *side: empty(x, dtype, how, *side))
 
 
-def _copy_of_blocks(
-    x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool, compact: bool = False
-) -> Pair:
-    q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer)
-    return q, blocks.empty_scales(x, granularity, columnwise, pad_outer, compact)
+cast_with_scales = _registered(casts.cast_with_scales, _cast_with_scales, "kernels", tried, checks=[casts.check_casts])
 
 
-cast_blockwise = _registered(
-    blocks.cast_blockwise, _cast_blockwise, "blockwise.kernels", tried, checks=[blocks.check_casts, check_inverse]
-)
+def _gemm_ready(q: Tensor, granularity: str, square: bool, columnwise: bool, pad_outer: bool) -> Pair:
+    how = CastOptions(granularity=granularity, square=square)
+    pair: Pair = casts.room_of_blocks(granularity).empty(q, q.dtype, how, columnwise, pad_outer)
+    return pair
 
 
-def _gemm_ready_blockwise(q: Tensor, granularity: str, columnwise: bool, pad_outer: bool) -> Pair:
-    blocks.check_granularity("granularity", granularity)
-    return _copy_of_blocks(q, q.dtype, granularity, columnwise, pad_outer)
-
-
-gemm_ready_blockwise = _registered(blocks.gemm_ready_blockwise, _gemm_ready_blockwise, checks=[blocks.check_compact])
-
-
-def _product_of_blocks(
-    a: Tensor, b: Tensor, bias: Tensor | None, granularity_a: str, granularity_b: str, out_dtype: torch.dtype
-) -> Tensor:
-    blocks.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
-    return _product(a, b, out_dtype)
-
-
-scaled_mm_blockwise = _registered(blocks.scaled_mm_blockwise, _product_of_blocks)  # its provider checks: NOTE [one decision]
-scaled_mm_blockwise.provider(lambda device: True)(blocks_gemm.scaled_mm_blockwise)
+gemm_ready = _registered(casts.gemm_ready, _gemm_ready, checks=[casts.check_compact])
 
 # -- activations that are kept for the backward
 
@@ -213,49 +165,25 @@ load_activation = _registered(
 # -- MXFP8
 
 
-def _cast_mxfp8(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    wanted = CastOptions(**options)
-    square, compact = wanted.square, wanted.compact
-    mx.check_casts(xs, dtype, wanted.rowwise, wanted.columnwise, compact)
-    return copies_of(xs, wanted, lambda x, turns, pads: _mx_copy(x, dtype, square, turns, pads, compact))
-
-
-def _mx_copy(x: Tensor, dtype: torch.dtype, square: bool, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:
-    q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK)
-    return q, x.new_empty(mx.scale_shape(x, square, columnwise, pad_outer, compact), dtype=torch.uint8)
-
-
-cast_mxfp8 = _registered(mx.cast_mxfp8, _cast_mxfp8, "mxfp8.kernels", tried, checks=[mx.check_casts])
-
-gemm_ready_mxfp8 = _registered(
-    mx.gemm_ready_mxfp8,
-    lambda q, columnwise, pad_outer: _mx_copy(q, q.dtype, False, columnwise, pad_outer),
-    checks=[mx.check_compact],
-)
-
 scale_values_mxfp8 = _registered(
     mx.scale_values_mxfp8, lambda q: _floats(q, *mx.compact_scale_shape(q.shape[0], q.shape[1], False)), checks=[mx.check_scale]
 )
 
 
-def _e8m0_scales(scale_inv_a: Tensor, scale_inv_b: Tensor, m: int, n: int, k: int) -> Pair:
-    shapes = (mx.gemm_ready_scale_shape(outer, k) for outer in (m, n))
-    a, b = (scale_inv_a.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    return a, b
+# -- GEMMs, and what is in groups
 
 
-e8m0_scales = _registered(mx.e8m0_scales, _e8m0_scales, "mxfp8.kernels", checks=[mx.check_scales_of_128], sizes=["m", "n", "k"])
+def _product(
+    a: Tensor, b: Tensor, bias: Tensor | None, granularity_a: str, granularity_b: str, out_dtype: torch.dtype
+) -> Tensor:
+    gemm.check_kinds(granularity_a, granularity_b)
+    if Granularity(granularity_a).block is not None:
+        check_product(a, b, bias, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-def _product_of_mx(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    check_product(a, b, bias, out_dtype)
-    return _product(a, b, out_dtype)
-
-
-scaled_mm_mxfp8 = _registered(mx.scaled_mm_mxfp8, _product_of_mx, checks=[check_product, mx.check_scales])
-scaled_mm_mxfp8.provider(lambda device: True)(mx_gemm.scaled_mm_mxfp8)
-
-# -- groups
+scaled_mm = _registered(gemm.scaled_mm, _product, indexed=["scale_inv_a", "scale_inv_b"])
+scaled_mm.provider(lambda device: True)(gemm.by_decision)  # which checks: NOTE [one decision]
 
 
 def _grouped_product(
@@ -281,10 +209,12 @@ def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: t
     return x.new_empty((outer, groups.padded_width(num_rows, offs.shape[0], align)), dtype=dtype)
 
 
-group_columns = _registered(
-    groups.group_columns,
-    lambda q, offs, index, align: _columns(q, offs, index, align, q.dtype),
-    "grouped.column_kernels",
+transposed_copy = _registered(
+    groups.transposed_copy,
+    lambda q, offs, index, align: (
+        _columns(q, offs, index, align, q.dtype) if offs is not None else empty_copy(q, q.dtype, True, False)
+    ),
+    "kernels",
     checks=[groups.check_columns],
 )
 

@@ -1,7 +1,7 @@
 """The paths that an FP8 GEMM can take on a GPU: what computes it, by its formats and the platform.
 
 What a library refuses because of sizes, strides or addresses, or after its trial, is known when a GEMM runs, and takes the path
-without a library. The rules themselves are in `hardware.py`; who runs is decided in `tensor_cores.py`,
+without a library. The rules themselves are in `hardware.py`; who runs is decided in `gemm.py`,
 `inductor/rowwise.py`, `blockwise/gemm.py` and `grouped/gemm.py`.
 
 NOTE [blocks of 128 as blocks of 32] SM100 has no GEMM with blocks of 128, and one with blocks of 32. A power of two that 128
@@ -12,16 +12,17 @@ which runs its blockwise recipe so on SM100.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 
 from lowering import deep_gemm, hardware
-from lowering.blockwise.gemm import IMPLEMENTATIONS, as_told
+from lowering.blockwise.gemm import IMPLEMENTATIONS
 from lowering.formats import E4M3, Granularity
+from lowering.gemm import by_decision
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
-from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
-from lowering.ops import e8m0_scales
-from lowering.products import Product
+from lowering.mxfp8.gemm import WrongGemmError
+from lowering.products import Product, as_told
 
 
 class GemmPath(enum.Enum):
@@ -76,9 +77,14 @@ def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
         for scale_inv in (gemm.scale_inv_a, gemm.scale_inv_b):
             _check_powers_of_two(scale_inv)
     square_a, square_b = (kind is Granularity.BLOCK_128X128 for kind in gemm.granularities)
+    if hardware.runs_kernels(gemm.a.device):
+        from lowering.mxfp8.kernels import e8m0_scales  # imports Triton
+    else:
+        from lowering.mxfp8.reference import e8m0_scales
     scale_a, scale_b = e8m0_scales(gemm.scale_inv_a, gemm.scale_inv_b, m, n, k, square_a=square_a, square_b=square_b)
+    how: Any = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.BLOCK_1X32.value)
     try:
-        return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
+        return by_decision(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, **how, out_dtype=gemm.out_dtype)
     except WrongGemmError:  # which the trial has logged
         compute = IMPLEMENTATIONS["triton"](gemm)
         return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)

@@ -2,6 +2,7 @@
 kernels of every kind of scaling are held against."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -22,9 +23,9 @@ class Product:
     bias: torch.Tensor | None = None
     _: dataclasses.KW_ONLY
     out_dtype: torch.dtype = torch.bfloat16
-    granularity_a: str = "tensor_wise"  # Where the operation has it as an argument: with scales of blocks.
+    granularity_a: str = "tensor_wise"
     granularity_b: str = "tensor_wise"
-    fast_accum: bool = False  # Where it has that: with scales that are not of blocks.
+    fast_accum: bool = False
 
     @property
     def granularities(self) -> tuple[Granularity, Granularity]:
@@ -45,11 +46,29 @@ class Product:
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that are no tensors."""
+        return {name: getattr(self, name) for name in ("out_dtype", "granularity_a", "granularity_b", "fast_accum")}
+
     def gemm(self, granularity_a: Granularity, granularity_b: Granularity, multiple: int = 1) -> hardware.Gemm:
         """The hardware's GEMM, with M rounded up to a multiple."""
         m, n, k = self.sizes
         dtypes = self.out_dtype, self.bias_dtype
         return hardware.Gemm(self.a.dtype, self.b.dtype, granularity_a, granularity_b, *dtypes, round_up(m, multiple), n, k)
+
+
+Compute = Callable[..., torch.Tensor]  # a, b, their scales and the bias or None -> the product.
+
+
+def as_told(compute: Callable[[Product], torch.Tensor]) -> Callable[[Product], Compute]:
+    """What computes products like a given one, by a function that decides nothing beforehand."""
+
+    def prepare(like: Product) -> Compute:
+        options = like.options
+        return lambda *operands: compute(Product(*operands, **options))
+
+    return prepare
 
 
 def of_tensors(product: Product) -> torch.Tensor:

@@ -3,64 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowering.checks import check_operands
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal
-from lowering.products import Product
-from lowering.trials import ALIGNMENT_BYTES, keep, layout_of
+from lowering.products import Compute, Product
 from lowering.triton.epilogue import finished
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-#: NOTE [one decision] in `lowering/blockwise/gemm.py`.
-OF_TENSORS: dict[Hashable, Compute] = {}
-OF_ROWS: dict[Hashable, Compute] = {}
-
-
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_inv_a: Tensor,
-    scale_inv_b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> Tensor:
-    """`lowering::scaled_mm` on FP8 tensor cores.
-
-    The GEMM takes a [M, K] row-major, b [K, N] column-major, K and N multiples of 16; other operands are copied into
-    that form first. It adds a bias of the output's own half precision; any other bias is added in float32, before the
-    one rounding.
-    """
-    of_bias = None if bias is None else layout_of(bias)
-    # fmt: off
-    key = (
-        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
-        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
-        scale_inv_a.shape, scale_inv_b.shape, of_bias, out_dtype, fast_accum,
-    )
-    # fmt: on
-    compute = OF_TENSORS.get(key)  # written out: functions cost microseconds at each call
-    if compute is None:
-        product = Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
-        compute = _of_tensors(product)
-        keep(OF_TENSORS, key, compute, a)
-    return compute(a, b, scale_inv_a, scale_inv_b, bias)
-
-
-def _of_tensors(product: Product) -> Compute:
-    """The function that computes products which differ from this one in their values alone."""
+def of_tensors(product: Product) -> Compute:
+    """The function that computes products with scalar scales which differ from this one in their values alone. The GEMM takes
+    a [M, K] row-major, b [K, N] column-major, K and N multiples of 16; other operands are copied into that form first. It adds
+    a bias of the output's own half precision; any other bias is added in float32, before the one rounding."""
     a, b, bias, out_dtype, (m, n, k) = product.a, product.b, product.bias, product.out_dtype, product.sizes
     fast_accum = product.fast_accum
-    check_operands(a, b)
     if m == 0 or n == 0 or k == 0:
         return lambda a, b, scale_inv_a, scale_inv_b, bias: _without_products(a, n, bias, out_dtype)
     in_epilogue = False
@@ -120,38 +80,11 @@ def _without_products(a: Tensor, n: int, bias: Tensor | None, out_dtype: torch.d
     return out if bias is None else out.copy_(bias.to(torch.float32).expand_as(out))
 
 
-def scaled_mm_rowwise(
-    a: Tensor,
-    b: Tensor,
-    scale_inv_a: Tensor,
-    scale_inv_b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> Tensor:
-    """`reference.scaled_mm_rowwise` on FP8 tensor cores. NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take
-    these dtypes or sizes, or is slow (`hardware.rows_refusal`), the per-tensor GEMM multiplies with scale 1 into float32, and
-    one kernel scales its result, adds the bias and rounds once. Scales that are one for all rows and one for all columns are
-    those of the per-tensor GEMM."""
-    of_bias = None if bias is None else layout_of(bias)
-    # fmt: off
-    key = (
-        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
-        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
-        scale_inv_a.shape, scale_inv_a.stride(), scale_inv_b.shape, scale_inv_b.stride(), of_bias, out_dtype, fast_accum,
-    )
-    # fmt: on
-    compute = OF_ROWS.get(key)
-    if compute is None:
-        product = Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
-        compute = _of_rows(product)
-        keep(OF_ROWS, key, compute, a)
-    return compute(a, b, scale_inv_a, scale_inv_b, bias)
-
-
-def _of_rows(product: Product) -> Compute:
-    """The function that computes products which differ from this one in their values alone."""
+def of_rows(product: Product) -> Compute:
+    """`of_tensors` with scales of rows. NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take these dtypes or
+    sizes, or is slow (`hardware.rows_refusal`), the per-tensor GEMM multiplies with scale 1 into float32, and one kernel scales
+    its result, adds the bias and rounds once. Scales that are one for all rows and one for all columns are those of the
+    per-tensor GEMM."""
     (m, n, _), out_dtype, fast_accum = product.sizes, product.out_dtype, product.fast_accum
     if fits(product):
         ready_a, ready_b = _is_per_line(product.scale_inv_a, m), _is_per_line(product.scale_inv_b, n)
@@ -164,9 +97,9 @@ def _of_rows(product: Product) -> Compute:
 
         return by_torch
     if product.scale_inv_a.numel() == product.scale_inv_b.numel() == 1:
-        return _of_tensors(product)
+        return of_tensors(product)
     one = torch.ones((), dtype=torch.float32, device="meta")
-    multiply = _of_tensors(dataclasses.replace(product, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32))
+    multiply = of_tensors(dataclasses.replace(product, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32))
 
     def afterwards(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:
         one = torch.ones((), dtype=torch.float32, device=a.device)

@@ -106,7 +106,7 @@ def test_an_operation_that_computes_something_else_is_wrong(monkeypatch):
         "quantize": lambda out: torch.full_like(out.float(), torch.nan).to(out.dtype),
         "amax_rowwise": lambda out: [out, out],
         "multi_scales": lambda out: (out[0], out[1].double()),
-        "gemm_ready_blockwise": lambda out: (out[0].view(torch.uint8).t().contiguous().t().view(out[0].dtype), out[1]),
+        "gemm_ready": lambda out: (out[0].view(torch.uint8).t().contiguous().t().view(out[0].dtype), out[1]),
     }
     for name, change in wrong.items():
         operation = NAMESPACE.operations[name]

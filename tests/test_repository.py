@@ -38,6 +38,8 @@ ORDER = [
     "lowering.state",
     "lowering.state_kernels",
     "lowering.grouped",
+    "lowering.casts",
+    "lowering.gemm",
     "lowering.ops",
     "lowering.paths",
     "lowering.api",

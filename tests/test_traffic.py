@@ -159,7 +159,7 @@ def test_scales_of_rows_applied_afterwards_cost_at_most_a_kernel_for_each_gemm_o
 def test_scales_of_blocks_become_mxfp8s_in_one_launch_a_gemm():
     """They are read in 4 bytes for 128 values and written in 4 codes: a sixteenth of the operands at most."""
     graphs, usual = graphs_of("blockwise", gpu="RTX 5090"), counted(graphs_of("blockwise"))
-    gemms = [event for _, events in graphs for event in events if event.name == "lowering::scaled_mm_blockwise"]
+    gemms = [event for _, events in graphs for event in events if event.name == "lowering::scaled_mm"]
     assert [len(event.inner) for event in gemms] == [1] * 21
     assert {len(inner.launches) for event in gemms for inner in event.inner} == {1}
     found = counted(graphs)

@@ -182,12 +182,12 @@ def _row_refusal(of_a: torch.dtype, on: torch.device) -> str | None:
 def _blockwise(sizes: _Sizes, on: torch.device, of_b: Granularity, how: str) -> Found:
     one = Granularity.BLOCK_1X128
     a, b = _operands(sizes, on)
-    cast = NAMESPACE.operations["cast_blockwise"]
+    cast = NAMESPACE.operations["cast_with_scales"]
     (qa, sa), (qb, sb) = (cast([x], E4M3, granularity=kind) for x, kind in ((a, one), (b, of_b)))
     kinds = {"granularity_a": one.value, "granularity_b": of_b.value}
     library = blockwise_gemm.LIBRARIES.get(how)
     skip_if(None if library is None else library.refusal(Product(qa, qb.t(), sa, sb, **kinds)))
-    call = functools.partial(blockwise_gemm.scaled_mm_blockwise, qa, qb.t(), sa, sb, **kinds, implementation=how)
+    call = functools.partial(NAMESPACE.operations["scaled_mm"], qa, qb.t(), sa, sb, **kinds, implementation=how)
     expected = blockwise.dequantize(qa, sa, one) @ blockwise.dequantize(qb, sb, of_b).t()
     gate = within(relative_error(call(), expected), GEMM_ERROR)
     return _rate(call, 2.0 * sizes.gemm**3, on) | gate

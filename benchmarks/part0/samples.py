@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.correctness import FAST_ERROR, GEMM_ERROR
+from lowering.casts import cast_with_scales
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.reference import alignment, padded_width
 from lowering.operation import NAMESPACE
@@ -108,37 +109,41 @@ def _forms(on: torch.device) -> list[torch.Tensor]:
     return [*found, wide[:1].expand(4, -1), batch, batch.mT, stack, stack[:, ::2], stack[:, :, :0]]
 
 
-@_of("cast", "cast_rowwise", "cast_blockwise", "cast_mxfp8")
+@_of("cast", "cast_with_scales")
 def _casts_of_every_form(name: str, on: torch.device) -> Iterator[Sample]:
     """All in one launch; of one alone also what a cast of several does not make."""
+    if name == "cast":
+        yield from _every_form(on, {"": {}, "amaxes": {"with_amax": True}}, TENSOR)
+        return
+    yield from _every_form(on, {ROW.label: {"granularity": ROW.value}}, ROW)
+    yield from _every_form(on, {kind.label: {"granularity": kind.value} for kind in (ONE, TWO)}, ONE)
+    mx = {"granularity": MX.value}
+    yield from _every_form(on, {MX.label: mx, "square": {**mx, "square": True}}, MX)
+
+
+def _every_form(on: torch.device, kinds: dict[str, dict[str, Any]], of: Granularity) -> Iterator[Sample]:
     xs = _forms(on)
     scales = [torch.rand(x.shape[:-2], device=on) + 1 for x in xs]
-    kinds: dict[str, dict[str, Any]] = {"": {}}
-    if name == "cast":
-        kinds = {"": {}, "amaxes": {"with_amax": True}}
-    elif name == "cast_blockwise":
-        kinds = {kind.label: {"granularity": kind.value} for kind in (ONE, TWO)}
-    elif name == "cast_mxfp8":
-        kinds["square"] = {"square": True}
+    is_given = of is TENSOR
     for (layout, copies), (kind, options), fp8 in itertools.product(_LAYOUTS.items(), kinds.items(), (E4M3, E5M2)):
-        given = (xs, scales, fp8) if name == "cast" else (xs, fp8)
+        given = (xs, scales, fp8) if is_given else (xs, fp8)
         yield Sample(f"every form, {layout}, {kind or 'plain'}, {_short(fp8)}", given, {**copies, **options})
     turns = itertools.cycle(itertools.product(kinds.items(), _LAYOUTS.items(), (E4M3, E5M2)))
     for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):  # a launch of its own: by turns, of which none are multiples
         for _ in range(3):
             (kind, options), (layout, copies), fp8 = next(turns)
-            scaling = _SCALINGS[i % 3] if name in ("cast_rowwise", "cast_blockwise") else {}
+            scaling = _SCALINGS[i % 3] if of in (ROW, ONE) else {}
             label = f"form {i} alone, {layout}, {kind or 'plain'}, {_short(fp8)} {scaling or ''}"
-            yield Sample(label, ([x], [scale], fp8) if name == "cast" else ([x], fp8), {**copies, **options, **scaling})
-        if x.dim() == 2 and name in ("cast_blockwise", "cast_mxfp8"):
+            yield Sample(label, ([x], [scale], fp8) if is_given else ([x], fp8), {**copies, **options, **scaling})
+        if x.dim() == 2 and of.block is not None:
             compact = {"columnwise": i // 2 % 2 == 0, "compact": True}
             (kind, options) = list(kinds.items())[i % 2]
             yield Sample(f"form {i}, compact, {kind or 'plain'}", ([x], E4M3), {**compact, **options})
-        if x.dim() == 2 and name == "cast":
+        if x.dim() == 2 and is_given:
             sides = {"rowwise": i % 3 != 0, "columnwise": i % 3 != 1, "with_amax": True, "in_parts": True}
             yield Sample(f"form {i}, amaxes in parts", ([x], [scale], E4M3), sides, is_unordered=True)
     many = [_matrix(on, 17, 3 + i % 5, torch.float32) for i in range(131)]
-    yield Sample("131", (many, [scales[0]] * 131, E4M3) if name == "cast" else (many, E4M3), {"columnwise": True, **options})
+    yield Sample(f"131, {kind}", (many, [scales[0]] * 131, E4M3) if is_given else (many, E4M3), {"columnwise": True, **options})
 
 
 @_of("cast")
@@ -177,20 +182,20 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
         yield Sample(label, (view, _scale(on), E5M2))
 
 
-@_of("cast_rowwise", "cast_blockwise", "cast_mxfp8")
-def _block_casts(name: str, on: torch.device) -> Iterator[Sample]:
-    as_engines: dict[str, Any] = {"power_of_2": False}
-    kinds: dict[str, tuple[dict[str, Any], ...]] = {
-        "cast_rowwise": ({}, {"power_of_2": False}, {**as_engines, "inverse": "divide", "epsilon": 1e-4}),
-        "cast_blockwise": (
-            {"granularity": ONE.value},
-            {"granularity": TWO.value, "power_of_2": False},
-            {"granularity": TWO.value, **as_engines, "inverse": "multiply"},
-        ),
-        "cast_mxfp8": ({"square": False}, {"square": True}),
-    }
+@_of("cast_with_scales")
+def _casts_of_every_scale(on: torch.device) -> Iterator[Sample]:
+    kinds: tuple[dict[str, Any], ...] = (
+        {"granularity": ROW.value},
+        {"granularity": ROW.value, "power_of_2": False},
+        {"granularity": ROW.value, "power_of_2": False, "inverse": "divide", "epsilon": 1e-4},
+        {"granularity": ONE.value},
+        {"granularity": TWO.value, "power_of_2": False},
+        {"granularity": TWO.value, "power_of_2": False, "inverse": "multiply"},
+        {"granularity": MX.value},
+        {"granularity": MX.value, "square": True},
+    )
     x = _with_non_finite(_matrix(on, 130, 200))
-    for options, fp8 in itertools.product(kinds[name], (E4M3, E5M2)):
+    for options, fp8 in itertools.product(kinds, (E4M3, E5M2)):
         label = ", ".join([*(f"{key} {value}" for key, value in options.items()), _short(fp8)])
         yield Sample(f"ragged, both, {label}", ([x], fp8), {"columnwise": True, "pad_rows": True, "pad_cols": True, **options})
         yield Sample(f"many, columnwise, {label}", ([x, x[:128, :128]], fp8), {"rowwise": False, "columnwise": True, **options})
@@ -215,13 +220,11 @@ def _rowwise_passes(name: str, on: torch.device) -> Iterator[Sample]:
             yield Sample(label, (xs, amaxes, (E4M3, E5M2)[rowwise]), sides | pads | {"power_of_2": what != "aligned"})
 
 
-@_of("gemm_ready_blockwise", "gemm_ready_mxfp8")
-def _gemm_ready(name: str, on: torch.device) -> Iterator[Sample]:
-    is_mx = name == "gemm_ready_mxfp8"
-    kinds = [{"square": square} for square in (False, True)] if is_mx else [{"granularity": kind.value} for kind in (ONE, TWO)]
-    cast = NAMESPACE.operations["cast_mxfp8" if is_mx else "cast_blockwise"].reference
-    for options, pad_outer in itertools.product(kinds, (False, True)):
-        q, scales = cast([_matrix(on, 130, 200)], E4M3, compact=True, **options)
+@_of("gemm_ready")
+def _gemm_ready(on: torch.device) -> Iterator[Sample]:
+    kinds: list[dict[str, Any]] = [{"granularity": kind.value} for kind in (ONE, TWO, MX)]
+    for options, pad_outer in itertools.product([*kinds, {**kinds[-1], "square": True}], (False, True)):
+        q, scales = cast_with_scales([_matrix(on, 130, 200)], E4M3, compact=True, **options)
         yield Sample(f"pad_outer {pad_outer}, {options}", (q, scales), {**options, "pad_outer": pad_outer})
 
 
@@ -247,23 +250,7 @@ def _packed(on: torch.device) -> Iterator[Sample]:
 
 @_of("scale_values_mxfp8")
 def _scale_values(on: torch.device) -> Iterator[Sample]:
-    yield Sample("ragged", tuple(NAMESPACE.operations["cast_mxfp8"].reference([_matrix(on, 130, 200)], E4M3)))
-
-
-@_of("e8m0_scales")
-def _scales_of_128(on: torch.device) -> Iterator[Sample]:
-    cast = NAMESPACE.operations["cast_blockwise"].reference
-    sizes = ((130, 300, 1300), (128, 256, 512), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0))
-    for (m, n, k), kinds in itertools.product(sizes, itertools.product((ONE, TWO), repeat=2)):
-        of_a, of_b = (
-            cast([_matrix(on, size, k)], E4M3, granularity=kind.value, power_of_2=True)[1]
-            for size, kind in zip((m, n), kinds, strict=True)
-        )
-        ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=on)
-        for scales in (of_a, of_b):
-            scales.view(-1)[: len(ends)] = ends[: scales.numel()]
-        options = {"square_a": kinds[0] is TWO, "square_b": kinds[1] is TWO}
-        yield Sample(f"{m} x {n} x {k}, {kinds[0].label} by {kinds[1].label}", (of_a, of_b, m, n, k), options)
+    yield Sample("ragged", tuple(cast_with_scales([_matrix(on, 130, 200)], E4M3, granularity=MX.value)))
 
 
 @_of("amaxes", "sigmoid")
@@ -394,31 +381,29 @@ def _update_scales(on: torch.device) -> Iterator[Sample]:
     yield Sample("none", tuple(torch.empty(shape, device=on) for shape in ((4, 0), (0,), (0,))))
 
 
-@_of("scaled_mm", "scaled_mm_rowwise")
-def _gemms(name: str, on: torch.device) -> Iterator[Sample]:
+@_of("scaled_mm")
+def _gemms(on: torch.device) -> Iterator[Sample]:
     outputs = (torch.bfloat16, torch.float16, torch.float32)
     formats = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
-    for (where, (m, k, n)), (of_a, of_b), out, fast, has_bias in itertools.product(
-        (SIZES | _EMPTY).items(), formats, outputs, (True, False), (False, True)
+    for kind, (where, (m, k, n)), (of_a, of_b), out, fast, has_bias in itertools.product(
+        (TENSOR, ROW), (SIZES | _EMPTY).items(), formats, outputs, (True, False), (False, True)
     ):
         if (has_bias or out is not torch.bfloat16) and where != "square":
             continue
         a, b = torch.randn(m, k, device=on).to(of_a), torch.randn(n, k, device=on).to(of_b).t()
-        scales = [torch.rand((size, 1) if name.endswith("rowwise") else (), device=on) + 0.5 for size in (m, n)]
+        scales = [torch.rand((size, 1) if kind is ROW else (), device=on) + 0.5 for size in (m, n)]
         bias = [torch.randn(n, device=on).to(out)] if has_bias else []
-        how = {"out_dtype": out, "fast_accum": fast}
-        label = (
-            f"{where} {_short(of_a)} {_short(of_b)} -> {_short(out)}{', fast' if fast else ''}{', bias' if has_bias else ''}"
-        )
+        how = {"out_dtype": out, "fast_accum": fast, "granularity_a": kind.value, "granularity_b": kind.value}
+        label = f"{kind.label} {where} {_short(of_a)} {_short(of_b)} -> {_short(out)}"
+        label += f"{', fast' if fast else ''}{', bias' if has_bias else ''}"
         yield Sample(label, (a, b, *scales, *bias), how, None if where in _EMPTY else FAST_ERROR if fast else GEMM_ERROR)
 
 
-@_of("scaled_mm_blockwise")
+@_of("scaled_mm")
 def _blockwise_gemms(on: torch.device) -> Iterator[Sample]:
-    cast = NAMESPACE.operations["cast_blockwise"].reference
     for (where, (m, k, n)), pair in itertools.product((SIZES | _EMPTY).items(), ((ONE, TWO), (ONE, ONE), (TWO, ONE))):
         (a, scale_a), (b, scale_b) = (
-            cast([torch.randn(size, k, device=on)], E4M3, granularity=kind.value, pad_rows=size == n)
+            cast_with_scales([torch.randn(size, k, device=on)], E4M3, granularity=kind.value, pad_rows=size == n)
             for size, kind in zip((m, n), pair, strict=True)
         )
         for how in ("auto", "triton") if on.type == "cuda" else ("auto",):
@@ -427,12 +412,13 @@ def _blockwise_gemms(on: torch.device) -> Iterator[Sample]:
             yield Sample(label, (a, b.t(), scale_a, scale_b), options, None if where in _EMPTY else GEMM_ERROR)
 
 
-@_of("scaled_mm_mxfp8")
+@_of("scaled_mm")
 def _mx_gemms(on: torch.device) -> Iterator[Sample]:
-    cast = NAMESPACE.operations["cast_mxfp8"].reference
     for where, (m, k, n) in (SIZES | _EMPTY).items():
-        (a, scale_a), (b, scale_b) = (cast([_matrix(on, size, k)], E4M3) for size in (m, n))
-        yield Sample(where, (a, b.t(), scale_a, scale_b), bound=None if where in _EMPTY else GEMM_ERROR, needs_mx=True)
+        (a, scale_a), (b, scale_b) = (cast_with_scales([_matrix(on, size, k)], E4M3, granularity=MX.value) for size in (m, n))
+        kinds = {"granularity_a": MX.value, "granularity_b": MX.value}
+        bound = None if where in _EMPTY else GEMM_ERROR
+        yield Sample(f"{MX.label}, {where}", (a, b.t(), scale_a, scale_b), kinds, bound, needs_mx=True)
 
 
 def offsets(on: torch.device) -> torch.Tensor:
@@ -470,7 +456,7 @@ def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"batches, {label}", (batch, weights, scales(pair[0], 72, k, experts), of_weights), options, bound)
     for kind in (TENSOR, ROW, ONE):
         width = padded_width(rows + TAIL, experts, alignment(kind))
-        columns = NAMESPACE.operations["group_columns"].reference
+        columns = NAMESPACE.operations["transposed_copy"].reference
         dy, x = (
             columns(torch.randn(rows + TAIL, size, device=on).to(fp8), offs, align=alignment(kind))
             for size, fp8 in ((n, E5M2), (k, E4M3))
@@ -481,7 +467,7 @@ def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"grad_weight, {kind.label}", (dy, x.t(), *factors, offs), options, GEMM_ERROR)
 
 
-@_of("valid_rows", "group_columns", "cast_columns")
+@_of("valid_rows", "transposed_copy", "cast_columns")
 def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
     """Rows in groups, and rows gathered."""
     slots = sum(ROUTING) + TAIL
@@ -489,7 +475,7 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
     for label, given in (("in place", None), ("gathered", index)):
         if name == "valid_rows":
             yield Sample(label, (offsets(on), slots, given))
-        elif name == "group_columns":
+        elif name == "transposed_copy":
             yield Sample(label, (x.to(E4M3), offsets(on), given))
         else:
             for kind, pad in itertools.product(("row_wise", "block_1x128", "block_1x32"), (False, True)):
@@ -541,7 +527,7 @@ def _statistics_of_matrices(on: torch.device) -> Iterator[Sample]:
             other = {"power_of_2": kind == MX.value or (i + j) % 2 == 0}
             yield Sample(f"{kind}, {square}, {j}", (given, fp8), both | sides | other, sums=1e-6)
     yield Sample("as engines", (thin, E4M3), {"granularity": ROW.value, "inverse": "divide", "power_of_2": False}, sums=1e-6)
-    factors = NAMESPACE.operations["cast_rowwise"].reference([x], E4M3, columnwise=True, pad_rows=True, power_of_2=True)[1::2]
+    factors = cast_with_scales([x], E4M3, granularity=ROW.value, columnwise=True, pad_rows=True)[1::2]
     given_factors = {"granularity": ROW.value, "columnwise": True, "power_of_2": True}
     yield Sample("factors of casts", (x, E4M3, None, None, None, None, *factors), given_factors, sums=1e-6)
     rows, ends = lost(150, 40, torch.bfloat16), torch.tensor([30, 30, 135], dtype=torch.int32, device=on)

@@ -252,10 +252,16 @@ def _index(node: fx.Node, self: Term, indices: tuple[Any, ...]) -> Term:
     return self.moved(("rows", indices[dim]) if dim == 0 else ("columns of", indices[dim]))
 
 
-def _gemm_ready(node: fx.Node, q: Term, columnwise: bool, pad_outer: bool, **others: Any) -> tuple[Term, Term]:
-    (scales,) = (x for x in others.values() if isinstance(x, Term))
-    move = ("ready", columnwise, *how(others))
-    return q.moved(move), scales.moved(move)
+def _transposed_copy(node: fx.Node, q: Term, offs: Term | None, index: Term | None, align: int) -> Term:
+    columns = ("columns", offs, index, *[align] * (align != 16))
+    return q.moved(TRANSPOSE, STORED) if offs is None else q.moved(columns)
+
+
+def _gemm_ready(
+    node: fx.Node, q: Term, scale_inv: Term, columnwise: bool, pad_outer: bool, **options: Any
+) -> tuple[Term, Term]:
+    move = ("ready", columnwise, *how(options))
+    return q.moved(move), scale_inv.moved(move)
 
 
 def _all_gather(node: fx.Node, input: Term, group_size: int, group_name: Any) -> Term:
@@ -341,7 +347,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.clone.default: lambda node, self, **_: self.moved(STORED),
     prims.convert_element_type.default: lambda node, a, dtype: a.moved(("to", dtype)) if a.name == "value" else a,
     **dict.fromkeys(PERMUTES, lambda node, self, **_: permuted(self, permutation(node) or [])),
-    ops.transposed_copy.default: lambda node, rowwise: rowwise.moved(TRANSPOSE, STORED),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     **dict.fromkeys(
@@ -351,9 +356,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
     aten.index.Tensor: _index,
-    ops.group_columns.default: lambda node, q, offs, index, align: q.moved(("columns", offs, index, *[align] * (align != 16))),
-    ops.gemm_ready_blockwise.default: _gemm_ready,
-    ops.gemm_ready_mxfp8.default: _gemm_ready,
+    ops.transposed_copy.default: _transposed_copy,
+    ops.gemm_ready.default: _gemm_ready,
     # between ranks
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
@@ -373,8 +377,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ops.valid_rows.default: lambda node, offs, index, **_: Term("rows of groups", (offs, index)),
     ops.scale_values_mxfp8.default: _scale_values,
     # casts
-    **dict.fromkeys((ops.cast.default, ops.cast_rowwise.default, ops.cast_lines_rowwise.default), _cast),
-    **dict.fromkeys((ops.cast_blockwise.default, ops.cast_mxfp8.default), _cast),
+    **dict.fromkeys((ops.cast.default, ops.cast_with_scales.default, ops.cast_lines_rowwise.default), _cast),
     ops.quantize.default: lambda node, x, scale, dtype: copy(node, x, how({"dtype": dtype}), False, scale),
     ops.cast_columns.default: _cast_columns,
     # activations

@@ -406,7 +406,8 @@ def epilogue_of(decision: Rewritten, layouts: Mapping[Copy, Layout]) -> Epilogue
     addend = addend_of(site.node)
     is_bias = addend is not None and site.form is None and _is_bias(addend, value_of(site.node).shape[-1], cuts_columns)
     bias, addend = (addend, None) if is_bias else (None, addend)
-    fast_accum = decision.recipe.fast_accum(site.role)
+    has_blocks = any(copy.quantization.block is not None for copy in decision.copies)
+    fast_accum = decision.recipe.fast_accum(site.role) and not has_blocks
     return Epilogue(value_of(site.node).dtype, fast_accum, bias, addend, cuts_rows, cuts_columns)
 
 

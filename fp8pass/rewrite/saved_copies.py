@@ -22,12 +22,7 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 prims = torch.ops.prims
 
-_GRANULARITIES: dict[Any, Granularity | None] = {
-    ops.cast.default: Granularity.TENSOR_WISE,
-    ops.cast_rowwise.default: Granularity.ROW_WISE,
-    ops.cast_mxfp8.default: Granularity.BLOCK_1X32,
-    ops.cast_blockwise.default: None,  # an argument says it
-}
+_CASTS = (ops.cast.default, ops.cast_with_scales.default)
 #: Operations whose result has the elements of their input in its order, but for rounding.
 SAME_ORDER = RESHAPES | {
     aten.alias.default,
@@ -117,7 +112,7 @@ def operands(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[fx.Node, f
             given = arguments_of(gemm)
             for side in ("a", "b"):
                 data: fx.Node = given[side]
-                scale_inv: fx.Node = given[f"scale_{side}" if f"scale_{side}" in given else f"scale_inv_{side}"]
+                scale_inv: fx.Node = given[f"scale_inv_{side}"]
                 while data.target in PERMUTES:
                     data = data.all_input_nodes[0]
                 if graph is backward:
@@ -134,14 +129,14 @@ def _copy(gemm: fx.Node, data: fx.Node, scale_inv: fx.Node, index: int | None, c
     node, transposed, columnwise = data, False, False
     while node.target in PERMUTES:
         node, transposed = node.all_input_nodes[0], not transposed
-    if node.target is ops.transposed_copy.default:
+    if node.target is ops.transposed_copy.default and len(node.args) == 1:
         node, columnwise = node.all_input_nodes[0], True
     made = cast_of(node)
     if made is None:
         return None
     cast, matrix, side = made
     given = arguments_of(cast)
-    granularity = _GRANULARITIES[cast.target] or Granularity(given["granularity"])
+    granularity = Granularity(given.get("granularity", Granularity.TENSOR_WISE))
     quantization = Quantization(E4M3, granularity, square=given.get("square", False))
     path = maker_path(gemm)
     module = "matmul" if path is None else context.name_module(path)
@@ -151,7 +146,7 @@ def _copy(gemm: fx.Node, data: fx.Node, scale_inv: fx.Node, index: int | None, c
 def cast_of(data: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """The cast that made a copy, the matrix that it read, and whether the copy is columnwise; None for what else made it."""
     cast, position = maker_of(data)
-    given = arguments_of(cast) if cast.target in _GRANULARITIES else {}
+    given = arguments_of(cast) if cast.target in _CASTS else {}
     if not given or given.get("compact"):
         return None
     matrices = given["xs"]

@@ -12,6 +12,7 @@ from torch import fx
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gemms import argument_of
 from fp8pass.graph.values import argument, behind_aliases, names_rows, same_shape, same_size, value_of
+from lowering.formats import Granularity
 from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten
@@ -71,7 +72,8 @@ def fold_elements(graph: fx.Graph) -> None:
         operation = NAMESPACE.find(node.target)
         # Arguments that may be given as a vector and a position.
         for name, position in {} if operation is None else operation.indexed.items():
-            if position >= len(node.args):
+            # Generated code multiplies by the scales of rows: it would hold the position, and equal layers have other kernels.
+            if position >= len(node.args) or node.kwargs.get("granularity_a") == Granularity.ROW_WISE:
                 continue
             read: Any = node.args[position]
             is_list = isinstance(read, (list, tuple))

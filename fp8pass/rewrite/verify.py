@@ -208,7 +208,7 @@ class _PlannedTerms:
         maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, Gather)
         has_one = quantization.has_one_scale
         x = self.value(cast, cast.masked)
-        options = _how(maker.target, _options(cast.tensor, compact=gather))
+        options = _how(maker.target, _options(cast.tensor, compact=gather and quantization.block is not None))
         is_square = quantization.block is not None and len(set(quantization.block)) == 1
         is_moved = (has_one and (gather or groups is not None)) or (gather and is_square)
         columnwise = wanted.columnwise and not is_moved
@@ -305,8 +305,7 @@ def _check_operands(decision: Rewritten, planned: _PlannedTerms, meaning: Meanin
         if (dtype := value_of(given[name]).dtype) != wanted.dtype:
             raise InvariantError(f"{node.name}: {name} is {dtype}, the plan says {wanted.dtype}")
         compare(node, name, terms[name], data.moved(TRANSPOSE) if position else data)
-        scale = terms[f"scale_inv_{name}" if f"scale_inv_{name}" in terms else f"scale_{name}"]
-        compare(node, f"the scale of {name}", scale, scale_inv)
+        compare(node, f"the scale of {name}", terms[f"scale_inv_{name}"], scale_inv)
     if site.form is not None and given["offs"] is not site.offs:
         raise InvariantError(f"{node.name}: its groups end at {given['offs']}, the plan says {site.offs}")
     a, b = (value_of(given[name]) for name in "ab")
@@ -324,13 +323,14 @@ def _check_epilogue(decision: Rewritten, planned: _PlannedTerms, nodes: set[fx.N
     node, epilogue, applied = decision.site.node, planned.plan.epilogues[decision.site.node], planned.applied
     gemm, result = applied.gemms[node], applied.results[node]
     granularities = [wanted.quantization.granularity.value for wanted in decision.copies]
+    has_128 = Granularity.BLOCK_1X128 in granularities
     check_arguments(
         gemm,
         out_dtype=epilogue.out_dtype,
         fast_accum=epilogue.fast_accum,
         granularity_a=granularities[0],
         granularity_b=granularities[1],
-        implementation="mxfp8" if hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto",
+        implementation="mxfp8" if has_128 and hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto",
     )
     bias, addend = (read and value(applied.now(read)) for read in (epilogue.bias, epilogue.addend))
     compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), bias)

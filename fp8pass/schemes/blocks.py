@@ -28,7 +28,7 @@ from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import MatrixValue, value_of
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
-from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, scaling
+from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, kind
 from lowering import hardware
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity
@@ -52,11 +52,6 @@ class BlockScheme(Scheme):
 
     reads_gemm_dtype: ClassVar[bool] = True
     scale_bytes: ClassVar[int]  # Bytes of a scale.
-    gemm_ready: ClassVar[Any]  # (data, scales, **kind, columnwise, pad_outer) -> a compact copy as the GEMM reads it.
-
-    def kind(self, quantization: Quantization) -> dict[str, Any]:
-        """The arguments of an operation that say what a block is."""
-        raise NotImplementedError
 
     def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
@@ -178,7 +173,7 @@ class BlockScheme(Scheme):
         self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization, value: MatrixValue, layout: Layout
     ) -> tuple[fx.Node, fx.Node]:
         sides = {"columnwise": layout.columnwise, "pad_outer": layout.pads_outer}
-        ready = cursor.call(self.gemm_ready, data, scales, **self.kind(quantization), **sides)
+        ready = cursor.call(ops.gemm_ready.default, data, scales, **kind(quantization), **sides)
         return cursor.item(ready, 0), cursor.item(ready, 1)
 
     def spread(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
@@ -190,12 +185,6 @@ class BlockScheme(Scheme):
         return _spread(cursor, scales, sizes, (rows, columns))
 
     # -- casts and GEMMs
-
-    def cast_options(self, quantization: Quantization) -> dict[str, Any]:
-        return self.kind(quantization)
-
-    def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
-        return {}
 
     def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         block = quantization.granularity.block
@@ -226,9 +215,6 @@ def _cut(cursor: Cursor, x: fx.Node, dim: int, size: Any) -> fx.Node:
 class BlockwiseScheme(BlockScheme):
     """Blocks of 128, with float32 scales. On SM100 their GEMMs are MXFP8's (lowering/paths.py)."""
 
-    casts = ops.cast_blockwise.default
-    gemm = ops.scaled_mm_blockwise.default
-    gemm_ready = ops.gemm_ready_blockwise.default
     scale_bytes = 4
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
@@ -258,16 +244,8 @@ class BlockwiseScheme(BlockScheme):
     def launch_key(self, cast: Cast) -> Hashable | None:
         return cast.layouts
 
-    def kind(self, quantization: Quantization) -> dict[str, Any]:
-        return {"granularity": quantization.granularity.value}
-
-    def cast_options(self, quantization: Quantization) -> dict[str, Any]:
-        return {**self.kind(quantization), **scaling(quantization)}
-
-    def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
-        options = {"granularity_a": a.quantization.granularity.value, "granularity_b": b.quantization.granularity.value}
-        is_mx = hardware.has_mx_scaled_mm(value_of(a.data).device)
-        return {**options, "implementation": "mxfp8"} if is_mx else options
+    def gemm_options(self, device: torch.device) -> dict[str, Any]:
+        return {"implementation": "mxfp8"} if hardware.has_mx_scaled_mm(device) else {}
 
     def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         outer, inner = (cursor.size(data, dim) for dim in (0, 1))
@@ -296,9 +274,6 @@ class BlockwiseScheme(BlockScheme):
 class MXFP8Scheme(BlockScheme):
     """Blocks of 32, with E8M0 scales: uint8 in graphs (NOTE [E8M0] in lowering/scaling.py)."""
 
-    casts = ops.cast_mxfp8.default
-    gemm = ops.scaled_mm_mxfp8.default
-    gemm_ready = ops.gemm_ready_mxfp8.default
     scale_bytes = 1
 
     def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
@@ -310,9 +285,6 @@ class MXFP8Scheme(BlockScheme):
             return None
         instead = "; use the recipe 'blockwise' there" if hardware.has_fp8_tensor_cores(device) else ""
         return Reason(ReasonKind.HARDWARE, f"{refusal}{instead}")
-
-    def kind(self, quantization: Quantization) -> dict[str, Any]:
-        return {"square": quantization.square}
 
     def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         return cursor.call(ops.scale_values_mxfp8.default, data, scale_inv)

@@ -356,7 +356,7 @@ def _in_slots(cursor: Cursor, data: fx.Node, groups: Groups) -> fx.Node:
 
 def _moved_columns(cursor: Cursor, rows: fx.Node, groups: Groups) -> fx.Node:
     """The columnwise copy that holds the bytes of a rowwise one, which is not gathered."""
-    return cursor.call(ops.group_columns.default, rows, groups.offs, groups.index)
+    return cursor.call(ops.transposed_copy.default, rows, groups.offs, groups.index)
 
 
 def _per_row(cursor: Cursor, made: Quantized) -> Quantized:

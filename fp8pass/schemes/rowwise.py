@@ -26,14 +26,10 @@ from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, part_obstac
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
-CASTS = ops.cast_rowwise.default
-
 
 class RowScheme(Scheme):
     """One scale per row of the first operand of a GEMM and per column of the second."""
 
-    casts = CASTS
-    gemm = ops.scaled_mm_rowwise.default
     scales_columns = True
     num_reads = 2
 
@@ -95,13 +91,15 @@ class RowScheme(Scheme):
     ) -> Compact:
         """Scales are [rows, 1] or [columns, 1]."""
         rows, columns = value_of(x).shape
-        options = scaling(quantization)
         if not columnwise:
-            made, (((data,), (scales,), _),) = insert_cast(cursor, CASTS, [x], quantization.dtype, (Layout(False),), **options)
+            options = self.cast_options(quantization)
+            made, (((data,), (scales,), _),) = insert_cast(
+                cursor, self.casts, [x], quantization.dtype, (Layout(False),), **options
+            )
             return made, _dense(cursor, _cut(cursor, data, 1, columns)), scales
         sides = {"rowwise": False, "columnwise": True}
         amaxes = cursor.call(ops.amax_rowwise.default, [x], **sides) if amaxes is None else amaxes
-        made = cursor.call(ops.cast_lines_rowwise.default, [x], amaxes, quantization.dtype, **sides, **options)
+        made = cursor.call(ops.cast_lines_rowwise.default, [x], amaxes, quantization.dtype, **sides, **scaling(quantization))
         data, scales = cursor.items(made)
         data = _dense(cursor, cursor.call(aten.permute.default, _cut(cursor, data, 1, rows), [1, 0]))
         return made, data, cursor.call(aten.reshape.default, _cut(cursor, scales, 0, columns), [columns, 1])

@@ -25,6 +25,7 @@ from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
 
 aten = torch.ops.aten
+ops = torch.ops.lowering
 prims = torch.ops.prims
 
 Compact = tuple[fx.Node, fx.Node, fx.Node]  # A copy as it travels, as the matrix [rows, columns] lies: the cast, data, scales.
@@ -34,6 +35,12 @@ def scaling(quantization: Quantization) -> dict[str, Any]:
     """The arguments of an operation that say how scales that are no E8M0 codes are made."""
     options: dict[str, Any] = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
     return options if quantization.inverse is None else {**options, "inverse": quantization.inverse}
+
+
+def kind(quantization: Quantization) -> dict[str, Any]:
+    """The arguments of an operation that say which elements share a scale."""
+    found: dict[str, Any] = {"granularity": quantization.granularity.value}
+    return {**found, "square": True} if quantization.square else found
 
 
 def engine_obstacle(quantization: Quantization) -> Reason | None:
@@ -57,12 +64,16 @@ def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
     return Reason(ReasonKind.SCALES, "a part of the gathered tensor has amaxes of its own, which its shards do not have")
 
 
+def _gemm_options(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> dict[str, Any]:
+    kinds = {f"granularity_{name}": one.quantization.granularity.value for name, one in (("a", a), ("b", b))}
+    return {**kinds, "out_dtype": out_dtype, "fast_accum": fast_accum}
+
+
 class Scheme(abc.ABC):
     """One kind of scales."""
 
-    casts: ClassVar[Any]  # The operation that quantizes.
+    casts: ClassVar[Any] = ops.cast_with_scales.default  # The operation that quantizes.
     computes_scales: ClassVar[bool] = True  # It computes the scales too. Else they are its arguments.
-    gemm: ClassVar[Any]  # The operation that multiplies: (a, b, scale_inv_a, scale_inv_b, bias, **gemm_options, out_dtype).
     has_one_scale: ClassVar[bool] = False
     """All values of a matrix, or of the rows of groups, have one scale: both copies hold the same values, one can be made of
     the other's bytes, and any rows can be cut off."""
@@ -150,19 +161,19 @@ class Scheme(abc.ABC):
 
     def cast_options(self, quantization: Quantization) -> dict[str, Any]:
         """The arguments of a cast that say which elements share a scale, and how scales are made."""
-        return scaling(quantization)
+        return {**kind(quantization), **scaling(quantization)}
 
-    def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
-        """The arguments of a GEMM besides operands and `out_dtype`."""
-        return {"fast_accum": fast_accum}
+    def gemm_options(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of a GEMM on a device that say what computes it."""
+        return {}
 
     def matmul(
         self, cursor: Cursor, a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accum: bool, bias: fx.Node | None = None
     ) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]. bias: [N], added before the one rounding."""
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
-        options = self.gemm_options(a, b, fast_accum)
-        return cursor.call(self.gemm, a.data, transposed, a.scale_inv, b.scale_inv, bias, **options, out_dtype=out_dtype)
+        options = {**_gemm_options(a, b, out_dtype, fast_accum), **self.gemm_options(value_of(a.data).device)}
+        return cursor.call(ops.scaled_mm.default, a.data, transposed, a.scale_inv, b.scale_inv, bias, **options)
 
     def grouped_matmul(
         self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, out_dtype: torch.dtype, fast_accum: bool
@@ -171,18 +182,8 @@ class Scheme(abc.ABC):
         matrix of a batch meets one of another."""
         order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
         transposed = cursor.call(aten.permute.default, b.data, order)
-        return cursor.call(
-            torch.ops.lowering.scaled_grouped_mm.default,
-            a.data,
-            transposed,
-            a.scale_inv,
-            b.scale_inv,
-            offs,
-            granularity_a=a.quantization.granularity.value,
-            granularity_b=b.quantization.granularity.value,
-            out_dtype=out_dtype,
-            fast_accum=fast_accum,
-        )
+        options = _gemm_options(a, b, out_dtype, fast_accum)
+        return cursor.call(ops.scaled_grouped_mm.default, a.data, transposed, a.scale_inv, b.scale_inv, offs, **options)
 
     def dequantize(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """float32 values of a copy, [outer, inner] with its padding."""

@@ -29,7 +29,6 @@ class TensorScheme(Scheme):
 
     casts = CASTS
     computes_scales = False
-    gemm = ops.scaled_mm.default
     has_one_scale: ClassVar[bool] = True
 
     def __init__(self, scale_from: ScaleFrom):
@@ -68,7 +67,6 @@ class TensorScheme(Scheme):
 class SharedRowScheme(TensorScheme):
     """One per-tensor scale, stored once per row for a row-wise GEMM."""
 
-    gemm = ops.scaled_mm_rowwise.default
     has_one_scale = False
 
     def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.reference import Compute, fault_of_kind, kind_of
+from lowering.blockwise.reference import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, SCALE_ALIGNMENT, Granularity
-from lowering.products import Product
+from lowering.products import Compute, Product
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _SCALING = {
 
 
 def refusal(gemm: Product) -> str | None:
-    """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
+    """Why cuBLASLt cannot compute this GEMM with the semantics of `reference.multiply`, or None where it can."""
     if not gemm.a.is_cuda:
         return f"a is on {gemm.a.device}, not on a CUDA device"
     k, a, b = gemm.a.shape[1], gemm.a.stride(), gemm.b.stride()
@@ -80,12 +80,12 @@ def prepare(gemm: Product) -> Compute:
     return compute
 
 
-def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
-    """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
+def multiply(gemm: Product) -> torch.Tensor:
+    """See `reference.multiply`; only for arguments that `refusal` accepts."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
-trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_mm_blockwise))
+trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, multiply))
 
 
 def scale_view(scale_inv: Tensor, outer: int, inner: int, granularity: str) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lowering import deep_gemm
-from lowering.blockwise.reference import Compute, fault_of_kind, kind_of
+from lowering.blockwise.reference import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.products import Product
+from lowering.products import Compute, Product
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,9 @@ def prepare(gemm: Product) -> Compute:
     return compute
 
 
-def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
-    """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
+def multiply(gemm: Product) -> torch.Tensor:
+    """See `reference.multiply`; only for arguments that `refusal` accepts."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
-trial = Trial(
-    log, "DeepGEMM's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_mm_blockwise), "torch's or Triton's"
-)
+trial = Trial(log, "DeepGEMM's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, multiply), "torch's or Triton's")

@@ -21,11 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise import reference
-from lowering.blockwise.reference import Compute, empty_scales
+from lowering.blockwise.reference import empty_scales
 from lowering.copies import CastOptions, by_output, empty_copy, is_column_major
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
-from lowering.products import Product
+from lowering.products import Compute, Product
 from lowering.triton import limits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, has_whole_tiles, is_e5m2, is_whole, on_device
@@ -379,25 +378,19 @@ def fill(
             )  # fmt: skip
 
 
-def cast_blockwise(
-    xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
-) -> list[torch.Tensor]:
-    """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and batches have one each. The
-    scales of engines are left to the reference."""
-    if inverse is not None:
-        return reference.cast_blockwise(xs, dtype, inverse=inverse, **options)
-    cast = CastOptions.of(**options)
+def copies(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions) -> list[torch.Tensor]:
+    """`casts.cast_with_scales`. Matrices share a launch where they can; compact copies and batches have one each."""
     made: list[list[torch.Tensor]] = []
-    copies: list[tuple[_Copy | None, _Copy | None]] = []
+    to_fill: list[tuple[_Copy | None, _Copy | None]] = []
     for x in xs:
         row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])
         col, of_col = _new(x, dtype, cast, True, cast.pad_cols) if cast.columnwise else (None, [])
-        copies.append((row, col))
+        to_fill.append((row, col))
         made.append([*of_row, *of_col])
     if len(xs) > 1 and not cast.compact and all(x.dim() == 2 for x in xs):
-        fill(xs, dtype, cast, copies)
+        fill(xs, dtype, cast, to_fill)
     else:
-        for x, of_x in zip(xs, copies, strict=True):
+        for x, of_x in zip(xs, to_fill, strict=True):
             launch(x, dtype, cast, *of_x)
     return made[0] if len(xs) == 1 else by_output(made)
 
@@ -492,7 +485,7 @@ def scaled_mm_blockwise_kernel(
 
 
 def prepare(gemm: Product) -> Compute:
-    """The function that computes `reference.scaled_mm_blockwise` of operands which differ from these in their values alone. Any
+    """The function that computes `reference.multiply` of operands which differ from these in their values alone. Any
     M, N and K; rows of 16 bytes are what makes it fast."""
     a, b, (m, n, k), out_dtype = gemm.a, gemm.b, gemm.sizes, gemm.out_dtype
     if (k > 1 and a.stride(1) != 1) or (k > 1 and b.stride(0) != 1):
@@ -526,6 +519,6 @@ def prepare(gemm: Product) -> Compute:
     return compute
 
 
-def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
+def multiply(gemm: Product) -> torch.Tensor:
     """The product of these operands."""
     return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)

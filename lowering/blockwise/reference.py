@@ -23,6 +23,7 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,13 +31,10 @@ from typing import Any
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded, stacked
-from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity, round_up
-from lowering.hardware import Gemm, refusal
+from lowering.copies import CastOptions, dense, empty_copy, num_blocks, outer_and_inner, padded, stacked
+from lowering.formats import BLOCK, SCALE_ALIGNMENT, Granularity, round_up
 from lowering.products import Product, finished
 from lowering.trials import ProductKind, fault_of_sizes
-
-Compute = Callable[..., torch.Tensor]  # a, b, their scales and the bias or None -> the product.
 
 
 def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
@@ -47,7 +45,7 @@ def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[in
 
 
 def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: bool, compact: bool) -> tuple[int, ...]:
-    """Shape of the scales that `cast_blockwise` returns with a copy of x."""
+    """Shape of the scales that `cast_with_scales` returns with a copy of x."""
     outer, inner = outer_and_inner(x, columnwise, pad_outer and not compact)
     if x.dim() == 2 and not compact:
         return gemm_ready_scale_shape(outer, inner, granularity)
@@ -59,7 +57,7 @@ def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: 
 
 
 def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: bool, compact: bool) -> torch.Tensor:
-    """The scales that `cast_blockwise` returns with a copy of x, to be filled: of this shape, in this layout."""
+    """The scales that `cast_with_scales` returns with a copy of x, to be filled: of this shape, in this layout."""
     shape = scale_shape(x, granularity, columnwise, pad_outer, compact)
     if x.dim() == 3 and granularity == Granularity.BLOCK_1X128:
         *batch, lines, num = shape
@@ -67,60 +65,41 @@ def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer:
     return x.new_empty(*shape, dtype=torch.float32)
 
 
-def cast_blockwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-    compact: bool = False,
-    inverse: str | None = None,
-) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], and one float32 factor per block, scale_inv = 1/scale.
-
-    Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
-    [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of batches
-    those that grouped GEMMs read (NOTE [scale layouts]), 0 for lines of padding. compact: for data that travel, neither
-    transposed nor padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128),
-    ceil(C/128)]. 1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
-    `scaling.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype
-    or type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
-    """
-    how = (dtype, granularity, power_of_2, epsilon, inverse)
-    sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
-    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
-
-
-def _copy(
-    x: torch.Tensor, columnwise: bool, pad_outer: bool, compact: bool, dtype: torch.dtype, granularity: str, *how: Any
+def copy(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of a matrix or of a batch, and its scales: `casts.cast_with_scales`."""
+    options = dtype, how.granularity, how.power_of_2, how.epsilon, how.inverse
     if x.dim() == 2:
-        q, scale_inv = scaling.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
-        if compact:
+        q, scale_inv = scaling.quantize_blocks(x.t() if columnwise else x, *options)
+        if how.compact:
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
-        q = padded(q, pad_outer)
-        return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
+        return ready(q, scale_inv, how, pad_outer)
     matrices = x.mT if columnwise else x
-    data, scales = stacked(scaling.quantize_blocks(matrix, dtype, granularity, *how) for matrix in matrices)
+    data, scales = stacked(scaling.quantize_blocks(matrix, *options) for matrix in matrices)
     data = padded(data, pad_outer)
-    if granularity == Granularity.BLOCK_1X128:
+    if how.granularity == Granularity.BLOCK_1X128:
         return data, dense(torch.nn.functional.pad(scales.mT, (0, data.shape[1] - scales.shape[1]))).mT
     return data, scales
 
 
-def gemm_ready_blockwise(
-    q: torch.Tensor, scale_inv: torch.Tensor, *, granularity: str, columnwise: bool = False, pad_outer: bool = False
+def ready(q: torch.Tensor, scale_inv: torch.Tensor, how: CastOptions, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy q [outer, inner] and its compact scales as GEMMs read them."""
+    q = padded(q, pad_outer)
+    return q, gemm_ready_scales(scale_inv, q.shape[0], how.granularity)
+
+
+def empty(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One compact copy of a matrix and its scales in the GEMM-ready format: what `cast_blockwise` gives, bit for bit."""
-    if columnwise:
-        q, scale_inv = q.t(), scale_inv.t()
-    q = padded(dense(q), pad_outer)
-    return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
+    """The memory of a copy and of its scales."""
+    q = x.new_empty(x.shape, dtype=dtype) if how.compact else empty_copy(x, dtype, columnwise, pad_outer)
+    return q, empty_scales(x, how.granularity, columnwise, pad_outer, how.compact)
+
+
+def compact_shape(how: CastOptions, outer: int, inner: int) -> tuple[int, int]:
+    """Shape of the compact scales of a copy [outer, inner]."""
+    return scaling.scale_shape(outer, inner, how.granularity)
 
 
 def gemm_ready_scales(scale_inv: torch.Tensor, outer: int, granularity: str) -> torch.Tensor:
@@ -140,28 +119,11 @@ def dequantize(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str) -> to
     return scaling.dequantize(q, scale_inv[:, : num_blocks(inner, BLOCK)], granularity)
 
 
-def scaled_mm_blockwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-    implementation: str = "auto",
-) -> torch.Tensor:
-    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`. a is row-major, b column-major (the
-    transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N, K]; the granularities are 1x128 or 128x128,
-    not both 128x128. Each 128 of K accumulates in the tensor cores, is multiplied by its factors and added in float32; the
-    bias, of any float dtype, is added in float32; the sum is rounded once. `implementation`: "auto" or one of
-    `gemm.IMPLEMENTATIONS`. "auto" is the reference on the CPU; on CUDA DeepGEMM, else cuBLASLt, where it has this GEMM and a
-    trial showed that it is right, else Triton. "reference" emulates on any device; "mxfp8", for scales that are powers of two,
-    multiplies as SM100 does. Raises ValueError for operands that do not fit and for an implementation that cannot,
-    NotImplementedError on a GPU whose tensor cores cannot."""
-    out = dequantize(a, scale_inv_a, granularity_a) @ dequantize(b.t(), scale_inv_b, granularity_b).t()
-    return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
+def multiply(product: Product) -> torch.Tensor:
+    """`gemm.scaled_mm` of operands with scales of blocks of 128."""
+    of_a, of_b = product.granularities
+    out = dequantize(product.a, product.scale_inv_a, of_a) @ dequantize(product.b.t(), product.scale_inv_b, of_b).t()
+    return finished(out, product)
 
 
 GRANULARITIES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
@@ -172,51 +134,13 @@ def check_block(block: Sequence[int]) -> None:
         raise ValueError(f"block is {block!r}; use (1, {BLOCK}) or ({BLOCK}, {BLOCK})")
 
 
-def check_granularity(name: str, granularity: str) -> None:
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"{name} is {str(granularity)!r}; use {' or '.join(repr(g.value) for g in GRANULARITIES)}")
-
-
-def check_casts(
-    xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, rowwise: bool, columnwise: bool, compact: bool
-) -> None:
-    checks.check_blocks_of(xs, dtype, "blockwise", rowwise, columnwise, compact)
-    check_granularity("granularity", granularity)
-
-
-def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
-    check_granularity("granularity", granularity)
-    shape_of = functools.partial(scaling.scale_shape, granularity=granularity)
-    source = "cast_blockwise with compact=True"
-    checks.check_compact("scale_inv is", q, scale_inv, columnwise, shape_of, torch.float32, source)
-
-
-def check_gemm(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, granularity_a: str, granularity_b: str, out_dtype: torch.dtype
-) -> None:
-    check_granularity("granularity_a", granularity_a)
-    check_granularity("granularity_b", granularity_b)
-    # The granularities alone: of the dtypes that torch's GEMM refuses, Triton's takes E5M2 by E5M2.
-    reason = refusal(Gemm(E4M3, E4M3, Granularity(granularity_a), Granularity(granularity_b)), None)
-    if reason is not None:
-        raise ValueError(f"{reason}; quantize one operand with 1x128 blocks")
-    checks.check_product(a, b, bias, out_dtype)
-
-
-def check_scales(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    granularity_a: str,
-    granularity_b: str,
-) -> None:
+def check_scales(product: Product) -> None:
     for name, scale_inv, outer, inner, granularity in (
-        ("scale_inv_a", scale_inv_a, *a.shape, granularity_a),
-        ("scale_inv_b", scale_inv_b, *b.shape[::-1], granularity_b),
+        ("scale_inv_a", product.scale_inv_a, *product.a.shape, product.granularity_a),
+        ("scale_inv_b", product.scale_inv_b, *product.b.shape[::-1], product.granularity_b),
     ):
         shape = gemm_ready_scale_shape(outer, inner, granularity)
-        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise or gemm_ready_blockwise")
+        checks.check_gemm_ready(name, scale_inv, shape, torch.float32)
 
 
 def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> Granularity:
@@ -261,9 +185,8 @@ def fault_of_kind(kind: ProductKind, compute: Callable[[Product], torch.Tensor])
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
         b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
         scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-        operands = a, b.t(), scale_inv_a, scale_inv_b, bias
-        expected = scaled_mm_blockwise(*operands, **scaling, out_dtype=torch.float32)
-        gemm = Product(*operands, **scaling, out_dtype=kind.out_dtype)
+        gemm = Product(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
+        expected = multiply(dataclasses.replace(gemm, out_dtype=torch.float32))
         return functools.partial(compute, gemm.on(kind.device)), expected
 
     return fault_of_sizes(kind, _RAGGED if kind.is_ragged else _WHOLE, made)
@@ -275,5 +198,4 @@ def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tu
     x = torch.randn(outer, inner, generator=generator)
     magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer, BLOCK), num_blocks(inner, BLOCK)), generator=generator))
     x *= magnitudes.repeat_interleave(BLOCK, 0)[:outer].repeat_interleave(BLOCK, 1)[:, :inner]
-    q, scale_inv = cast_blockwise([x], dtype, granularity=granularity)
-    return q, scale_inv
+    return copy(x, dtype, CastOptions.of(granularity=granularity), False, False)

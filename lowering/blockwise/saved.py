@@ -2,7 +2,7 @@
 torch.
 
 Blocks lie along the last dimension, whatever the number of dimensions; the last block of a line may be shorter. Formulas are
-those of `cast_blockwise`. Devices without FP8 instructions run both operations as well: the values are then kept as their
+those of `cast_with_scales`. Devices without FP8 instructions run both operations as well: the values are then kept as their
 bytes, uint8, which code for every device can load and store.
 """
 

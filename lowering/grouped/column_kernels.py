@@ -287,10 +287,12 @@ def _empty(x: torch.Tensor, width: int, pad_outer: bool) -> torch.Tensor:
     return torch.empty((outer, width), dtype=torch.uint8, device=x.device)
 
 
-def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None = None, *, align: int = 16) -> torch.Tensor:
-    """See `reference.group_columns`."""
+def columns_of_groups(
+    q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None = None, *, align: int = 16
+) -> torch.Tensor:
+    """`reference.transposed_copy` of rows in groups."""
     if q.numel() == 0:
-        return reference.group_columns(q, offs, index, align=align)
+        return reference.transposed_copy(q, offs, index, align=align)
     block_p, block_c = BYTES_TILE
     with on_device(q):
         rows, _ = map_of_rows(q, offs, index, align, with_groups=False)

@@ -16,7 +16,7 @@ from lowering.trials import keep, layout_of, trusted
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
 Compute = Callable[..., torch.Tensor]  # a, b, their scales, the ends of groups and the bias -> the product.
 
-DECISIONS: dict[Hashable, tuple[str, Compute]] = {}  # NOTE [one decision] in `blockwise/gemm.py`: who computes, and how.
+DECISIONS: dict[Hashable, tuple[str, Compute]] = {}  # NOTE [one decision] in `lowering/gemm.py`: who computes, and how.
 
 
 def scaled_grouped_mm(

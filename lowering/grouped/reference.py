@@ -32,7 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from lowering import hardware, products, scaling
-from lowering.checks import check_blocks
+from lowering.checks import check_blocks, check_granularity
 from lowering.copies import dense, padded
 from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, MX_BLOCK, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
@@ -123,7 +123,7 @@ def scaled_grouped_mm(
         3D x 3D   a [E, M, K], b [E, K, N], no offs; [E, M, N]
 
     a is row-major, b column-major: the transpose of copies [E, N, K] or [N, P]. In 2D x 2D the operands are columnwise copies
-    as `group_columns` and the casts of columns write them: `offs` still counts rows without padding, P is
+    as `transposed_copy` and the casts of columns write them: `offs` still counts rows without padding, P is
     `layouts.padded_width`. Rows from offs[-1] on are never read. bias is [E, N] or None. Granularities are members of
     `Granularity` or their values; scales are compact (NOTE [scales of grouped operands]).
     Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator; blocks have none) and
@@ -232,11 +232,14 @@ def _rows_at_padded_offsets(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
     return torch.where((rows >= 0)[:, None], x[rows.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None = None, *, align: int = 16) -> torch.Tensor:
-    """The columnwise copy [C, P] of the rows of q in groups at padded offsets: the bytes of q, moved. q is FP8 [S, C], or with
-    `index` [S] (int32 or int64) a matrix [T, C] whose rows q[index] are in groups: gather and transposition are one. Zeros
-    between groups; rows that belong to no group are not read. For scales that do not depend on the row, so that both copies of
-    a matrix hold the same values. P: `layouts.padded_width`."""
+def transposed_copy(
+    q: torch.Tensor, offs: torch.Tensor | None = None, index: torch.Tensor | None = None, *, align: int = 16
+) -> torch.Tensor:
+    """The columnwise copy made of the rowwise one, FP8 [R, C]: the bytes of q, moved, for scales that do not depend on the row.
+    [C, R16]; with `offs` [C, P], its rows in groups at padded offsets, or with `index` [S] (int32 or int64) the rows q[index]:
+    gather and transposition are one. Zeros between groups; rows that belong to no group are not read. P: `padded_width`."""
+    if offs is None:
+        return padded(dense(q.t()), False)
     rows, _ = padded_rows(q, offs, index, align)
     moved = _rows_at_padded_offsets(q.view(torch.uint8), rows)
     return dense(moved.t()).view(q.dtype)
@@ -259,7 +262,7 @@ def cast_columns(
     x is [S, C], or [T, C] with `index` [S], of float32, bfloat16 or float16; rows that no group reads may hold anything.
     Returns q and its scales, compact (NOTE [scales of grouped operands]). `pad_outer` pads C of both to a
     multiple of 16, q with zeros. With `rowwise`, of 1x128 blocks and without an index, the rowwise copy [S, C16] and its
-    scales come before them: what `cast_blockwise` makes of a batch of one, of one read. Each group holds what the cast of its
+    scales come before them: what `cast_with_scales` makes of a batch of one, of one read. Each group holds what the cast of its
     rows makes of them:
 
         row_wise       scale_inv [E, C, 1], float32: of amax 0 for an empty group, 1 for lines of padding
@@ -317,14 +320,17 @@ def check_index(index: torch.Tensor | None) -> None:
         raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; pass int32 or int64 [S], a row for each row in groups")
 
 
-def check_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int) -> None:
-    """`q` is an FP8 matrix with rows in groups."""
+def check_columns(q: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | None, align: int) -> None:
+    """`q` is an FP8 matrix, its rows in groups if there are any."""
     fp8_max(q.dtype)
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; pass a matrix [S, C]")
     if align < 1 or align & (align - 1):
         raise ValueError(f"align is {align}; use a power of two: 16, or the value of layouts.alignment")
-    check_offs(offs)
+    if offs is not None:
+        check_offs(offs)
+    elif index is not None:
+        raise ValueError("index is given, and offs is None; pass the ends of the groups")
     check_index(index)
 
 
@@ -335,7 +341,7 @@ def check_cast_columns(
     if granularity not in _ALONG_TOKENS:
         raise ValueError(
             f"granularity is {str(granularity)!r}; use one of {', '.join(repr(g.value) for g in _ALONG_TOKENS)}. With one scale"
-            " per tensor group_columns moves the rowwise copy, and 128x128 blocks would hold rows of two groups"
+            " per tensor transposed_copy moves the rowwise copy, and 128x128 blocks would hold rows of two groups"
         )
     if rowwise and granularity != Granularity.BLOCK_1X128:
         fix = f"use {Granularity.BLOCK_1X128.value!r}, or a cast of its own for the rowwise copy"
@@ -363,10 +369,7 @@ def check_gemm(
     for name, q, granularity in (("a", a, granularity_a), ("b", b, granularity_b)):
         if q.dtype not in FP8_MAX:
             raise ValueError(f"{name} is {q.dtype}; quantize both operands to FP8")
-        if granularity not in list(Granularity):
-            raise ValueError(
-                f"granularity_{name} is {granularity!r}; use one of {', '.join(repr(g.value) for g in Granularity)}"
-            )
+        check_granularity(f"granularity_{name}", granularity, Granularity)
     gemm = Gemm(a.dtype, b.dtype, Granularity(granularity_a), Granularity(granularity_b), out_dtype, is_grouped=True)
     reason = refusal(gemm, None)
     if reason is not None:
@@ -419,8 +422,8 @@ def check_scales(
     if b.dim() == 2 and a.shape[1] % alignment(granularity_a):
         align = alignment(granularity_a)
         raise ValueError(
-            f"a and b have {a.shape[1]} tokens, not a multiple of {align}; pass columnwise copies of group_columns or of a cast"
-            f" of columns, {padded_width(0, num_groups, align)} wide at least"
+            f"a and b have {a.shape[1]} tokens, not a multiple of {align}; pass columnwise copies of transposed_copy or"
+            f" cast_columns, {padded_width(0, num_groups, align)} wide at least"
         )
     for name, scale, q, granularity in (
         ("a", scale_inv_a, a, Granularity(granularity_a)),

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowering.formats import BLOCK
+from lowering.formats import BLOCK, Granularity
 from lowering.operation import NAMESPACE
 
 #: Casts, whose first results are copies of their matrices, one of each.
-CASTS = (torch.ops.lowering.cast.default, torch.ops.lowering.cast_rowwise.default, torch.ops.lowering.cast_blockwise.default)
+CASTS = (torch.ops.lowering.cast.default, torch.ops.lowering.cast_with_scales.default)
 
 
 @functools.cache
@@ -45,11 +45,12 @@ def register_lowerings() -> None:
     """Tell Inductor how to generate code for the operations; safe to call again."""
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fake_tensors, register_lowering
 
-    from lowering.inductor.buffers import call_operation, with_sources
+    from lowering.inductor.buffers import call_operation, with_sources, with_strides
 
     for operation, function in lowerings().items():
-        function = with_sources(function) if operation in CASTS else function
-        register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
+        function = _on_gpus(operation, with_sources(function) if operation in CASTS else function)
+        function = with_strides(function) if operation is torch.ops.lowering.scaled_mm.default else function
+        register_lowering(operation, type_promotion_kind=None)(function)
     for overload in (operation.overload for operation in NAMESPACE.operations.values()):
         if overload not in lowerings():
             register_lowering(overload, type_promotion_kind=None)(call_operation(overload, is_read=False))
@@ -83,7 +84,8 @@ def _copy_of(matrix: fx.Node, reader: fx.Node) -> fx.Node | None:
         return None
     batches = [user for user in matrix.users if user.target is torch.ops.aten.unsqueeze.default]  # of one: rows in groups
     for given, cast in [(x, user) for x in (matrix, *batches) for user in x.users]:
-        if cast.target in CASTS and given in cast.args[0] and cast < reader:
+        is_generated = cast.target in CASTS and cast.kwargs.get("granularity") != Granularity.BLOCK_1X32
+        if is_generated and given in cast.args[0] and cast < reader:
             position = list(cast.args[0]).index(given)
             for copy in cast.users:
                 if copy.target is operator.getitem and copy.args[1] == position and copy < reader:

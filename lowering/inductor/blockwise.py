@@ -26,13 +26,15 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from lowering.copies import CastOptions, by_output
-from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, largest_finite
+from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, Granularity, largest_finite
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.tensorwise import Matrix
 
 aten, lowering_ops = torch.ops.aten, torch.ops.lowering
 
 Boxes = list[ir.TensorBox]
+
+BLOCKS_OF_128 = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
 
 
 def _sizes(x: ir.TensorBox, columnwise: bool) -> tuple[Any, Any]:
@@ -133,18 +135,13 @@ def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[...,
     return [inner // BLOCK, *lines], place
 
 
-def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = None, **options: Any) -> Boxes:
-    """Matrix by matrix: what joins no code shares the launch of the operation, and so do batches and copies that travel. Casts
-    as engines make them have no kernel."""
-    if inverse is not None:
-        return list(
-            buffers.call_operation(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options)
-        )
-    cast = CastOptions(**options)
+def copies(xs: Boxes, dtype: torch.dtype, cast: CastOptions, call: Callable[..., Any]) -> Boxes:
+    """Matrix by matrix: what joins no code shares the launch of the operation, which `call` calls, and so do batches and copies
+    that travel."""
     made = [_joined(x, dtype, cast) for x in xs]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
     if rest:
-        found = list(buffers.call_operation(lowering_ops.cast_blockwise.default)(rest, dtype, **options))
+        found = list(call(rest))
         of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
         made = [next(of_rest) if of_x is None else of_x for of_x in made]
     return by_output([of_x for of_x in made if of_x is not None])
@@ -161,7 +158,7 @@ def lower_save_activation(x: ir.TensorBox, *, power_of_2: bool = True, epsilon: 
     rows, blocks = (V.graph.sizevars.simplify(size) for size in (math.prod(sizes), (cols + BLOCK - 1) // BLOCK))
     matrix, is_whole = Matrix(lowerings[aten.view.default](x, [rows, cols])), buffers.is_multiple_of(cols, BLOCK)
     device, dtype, of_x = matrix.device, torch.uint8 if as_bytes else E4M3, x.get_dtype()
-    swaps = is_whole and buffers.graph_calls(lowering_ops.cast_blockwise.default)
+    swaps = is_whole and buffers.graph_calls(lowering_ops.cast_with_scales.default, BLOCKS_OF_128)
     ranges, strides = ([blocks, rows], [1, blocks]) if swaps else ([rows, blocks], [blocks, 1])
 
     def place(index: Any, column: Any) -> tuple[Any, Any]:
@@ -217,7 +214,6 @@ def lower_load_activation(q: ir.TensorBox, scale_inv: ir.TensorBox, *, dtype: to
 
 
 LOWERINGS = {
-    lowering_ops.cast_blockwise.default: lower_cast_blockwise,
     lowering_ops.save_activation.default: lower_save_activation,
     lowering_ops.load_activation.default: lower_load_activation,
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.lowering import constrain_to_fake_tensors
 from torch._inductor.virtualized import V, ops
+from torch.fx.operator_schemas import normalize_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lowering.formats import FP8_MAX
@@ -223,6 +226,20 @@ def with_sources(lower: Callable[..., Any]) -> Callable[..., Any]:
     return cast
 
 
+def with_strides(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering of a GEMM whose operands, with scales of blocks, have the strides of the user's call, as Inductor gives them
+    to an operation that it does not know."""
+
+    def gemm(*args: Any, **options: Any) -> Any:
+        node = V.current_node
+        if "eager_input_vals" in node.meta and str(options.get("granularity_a")).startswith("block"):
+            normalized = functools.partial(normalize_function, node.target)
+            args, options = constrain_to_fake_tensors(*normalized(args, options), *normalized(*node.meta["eager_input_vals"]))
+        return lower(*args, **options)
+
+    return gemm
+
+
 def source_of(x: ir.TensorBox) -> ir.TensorBox:
     """The matrix that an FP8 copy was made of; x itself where it is none."""
     if x.get_dtype() not in FP8_MAX:
@@ -240,9 +257,10 @@ def is_measured_columnwise() -> bool:
     return any(user.target is operation and user.kwargs["columnwise"] for user in readers)
 
 
-def graph_calls(operation: Any) -> bool:
-    """True if the graph that is lowered calls an operation."""
-    return bool(V.current_node.graph.find_nodes(op="call_function", target=operation))
+def graph_calls(operation: Any, granularities: Collection[str] = ()) -> bool:
+    """True if the graph that is lowered calls an operation, where any are given with one of these granularities."""
+    calls = V.current_node.graph.find_nodes(op="call_function", target=operation)
+    return any(not granularities or node.kwargs["granularity"] in granularities for node in calls)
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:

@@ -1,4 +1,4 @@
-"""Lowerings of the rowwise casts and of scaled_mm_rowwise.
+"""Lowerings of casts that compute scales, in rows above all, and of scaled_mm.
 
 NOTE [two reads] A scale needs its whole row or column, so what is quantized is read, or computed, twice; unless a kernel holds
 the row. The copy and the producer of x decide.
@@ -15,6 +15,7 @@ the row. The copy and the producer of x decide.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,14 +28,14 @@ from torch._inductor.virtualized import ops
 from lowering.copies import CastOptions, by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
-from lowering.inductor import buffers, elementwise
-from lowering.inductor.blockwise import copy_of_lines, lines_of
+from lowering.inductor import blockwise, buffers, elementwise
+from lowering.inductor.blockwise import BLOCKS_OF_128, copy_of_lines, lines_of
 from lowering.inductor.buffers import Lines, facts_of
 from lowering.inductor.tensorwise import (
     Matrix,
     is_legal,
     is_tiled,
-    lower_scaled_mm,
+    lower_product,
     row_amaxes,
     tile_copies,
     torch_gemm,
@@ -156,16 +157,17 @@ def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     return [*row, *columns]
 
 
-def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = None, **options: Any) -> Boxes:
-    """Columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads its matrix once, which the two
-    passes of many do twice. Batches have launches of their own; casts as engines make them have no kernel."""
-    if inverse is not None:
-        return list(
-            buffers.call_operation(lowering_ops.cast_rowwise.default, is_read=False)(xs, dtype, inverse=inverse, **options)
-        )
-    if any(len(x.get_size()) == 3 for x in xs):
-        return list(buffers.call_operation(lowering_ops.cast_rowwise.default)(xs, dtype, **options))
+def lower_cast_with_scales(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:
+    """By the kind of scales. In rows columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads
+    its matrix once, which the two passes of many do twice. Batches have launches of their own. In blocks of 32 there is no
+    generated code, and casts as engines make them have no kernel either."""
     cast = CastOptions(**options)
+    call = buffers.call_operation(lowering_ops.cast_with_scales.default, is_read=cast.inverse is None)
+    if cast.inverse is None and cast.granularity in BLOCKS_OF_128:
+        return blockwise.copies(xs, dtype, cast, lambda rest: call(rest, dtype, **options))
+    is_called = cast.inverse is not None or cast.granularity == Granularity.BLOCK_1X32
+    if is_called or any(len(x.get_size()) == 3 for x in xs):
+        return list(call(xs, dtype, **options))
     if len(xs) > 1 and cast.columnwise:
         return _in_two_passes(xs, dtype, cast)
     return by_output([_copies(x, dtype, cast) for x in xs])
@@ -174,12 +176,15 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
 # -- the GEMM
 
 
-def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
-    """aten._scaled_mm with the scales of rows, or with a scale of 1 and generated code behind it (NOTE [scales after the
-    GEMM]); where neither is legal, our op."""
+def lower_scaled_mm(*operands: Any, implementation: str = "auto", **options: Any) -> Any:
+    """aten._scaled_mm, with the scales of rows, or with a scale of 1 and generated code behind it (NOTE [scales after the
+    GEMM]); where neither is legal, and with scales of blocks, our op."""
     given: Any = Product(*operands, **options)
+    call = functools.partial(buffers.call_operation(lowering_ops.scaled_mm.default), *operands, **options)
+    if given.granularities[0].block is not None:
+        return call(implementation=implementation)
     if not (given.scale_inv_a.get_size() or given.scale_inv_b.get_size()):
-        return lower_scaled_mm(*operands, **options)
+        return lower_product(given)
     device, rows = given.a.get_device(), Granularity.ROW_WISE
     gemm = Gemm(given.a.get_dtype(), given.b.get_dtype(), rows, rows, given.out_dtype)
     if rows_refusal(gemm, device, given.fast_accum) is None and is_legal(given.a, given.b, given.bias, given.out_dtype, rows):
@@ -188,13 +193,14 @@ def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
         return torch_gemm(given, of_a, of_b, without_gaps=needs_dense_rows(device))
     if is_legal(given.a, given.b, None, torch.float32):
         return _scaled_afterwards(given)
-    return buffers.call_operation(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)
+    return call()
 
 
 def _scaled_afterwards(given: Any) -> ir.TensorBox:
     """The per-tensor GEMM with scale 1 into float32; its scales, the bias and the rounding join the code that reads it."""
     one = buffers.one(given.a.get_device())
-    out = lower_scaled_mm(given.a, given.b, one, one, None, out_dtype=torch.float32, fast_accum=given.fast_accum)
+    plain = dataclasses.replace(given, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32)
+    out = lower_product(plain)
     load, (m, n) = out.make_loader(), out.get_size()
     scales_a, scales_b = (scale_inv.make_loader() for scale_inv in (given.scale_inv_a, given.scale_inv_b))
     of_row = (lambda row: scales_a([row, 0])) if given.scale_inv_a.get_size() else (lambda row: scales_a([]))
@@ -222,6 +228,6 @@ def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
 
 
 LOWERINGS = {
-    lowering_ops.cast_rowwise.default: lower_cast_rowwise,
-    lowering_ops.scaled_mm_rowwise.default: lower_scaled_mm_rowwise,
+    lowering_ops.cast_with_scales.default: lower_cast_with_scales,
+    lowering_ops.scaled_mm.default: lower_scaled_mm,
 }

@@ -41,7 +41,6 @@ from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
-from lowering.products import Product
 from lowering.trials import ALIGNMENT_BYTES
 
 lowering_ops = torch.ops.lowering
@@ -325,12 +324,13 @@ def lower_scales_from_amax(
     return select(both, 0, 0), select(both, 0, 1)
 
 
-def lower_scaled_mm(*operands: Any, **options: Any) -> Any:
-    """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form."""
-    given: Any = Product(*operands, **options)
+def lower_product(given: Any) -> Any:
+    """aten._scaled_mm with scalar scales if it is legal; else our op, which copies operands into a legal form."""
     if is_legal(given.a, given.b, given.bias, given.out_dtype):
         return torch_gemm(given, given.scale_inv_a, given.scale_inv_b)
-    return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **options)
+    operands = given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.bias
+    how = {"out_dtype": given.out_dtype, "fast_accum": given.fast_accum}
+    return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **how)
 
 
 def torch_gemm(given: Any, scale_a: ir.TensorBox, scale_b: ir.TensorBox, without_gaps: bool = False) -> Any:
@@ -443,7 +443,6 @@ LOWERINGS = {
     lowering_ops.amaxes.default: lower_amaxes,
     lowering_ops.cast.default: lower_cast,
     lowering_ops.scales_from_amax.default: lower_scales_from_amax,
-    lowering_ops.scaled_mm.default: lower_scaled_mm,
     lowering_ops.load_scales.default: lower_load_scales,
     lowering_ops.take.default: lower_take,
     lowering_ops.record_amax.default: lower_record_amax,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering import hardware
-from lowering.copies import num_blocks
+from lowering.copies import CastOptions, num_blocks
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
-from lowering.products import Product
-from lowering.trials import ProductKind, Trial, fault_of_sizes, keep, layout_of
+from lowering.products import Compute, Product, as_told
+from lowering.trials import ProductKind, Trial, fault_of_sizes
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def _fault_of_kind(kind: ProductKind) -> str | None:
         )
         operands = a, b.t(), scale_a, scale_b, bias
         there: list[Any] = [x if x is None else x.to(kind.device) for x in operands]
-        expected = reference.scaled_mm_mxfp8(*operands, out_dtype=torch.float32)
+        expected = reference.multiply(Product(*operands, out_dtype=torch.float32))
         return functools.partial(_cublaslt, *there, out_dtype=kind.out_dtype), expected
 
     return fault_of_sizes(kind, _SIZES, made)
@@ -45,7 +45,7 @@ def _operand(rows: int, k: int, dtype: torch.dtype, generator: torch.Generator) 
     """Random values whose blocks differ in magnitude, quantized, and their scales."""
     magnitudes = torch.exp2(torch.randint(-4, 5, (rows, num_blocks(k, MX_BLOCK)), generator=generator))
     x = torch.randn(rows, k, generator=generator) * magnitudes.repeat_interleave(MX_BLOCK, 1)[:, :k]
-    return list(reference.cast_mxfp8([x], dtype))
+    return list(reference.copy(x, dtype, CastOptions.of(), False, False))
 
 
 def _kind_of(product: Product) -> ProductKind:
@@ -59,35 +59,11 @@ class WrongGemmError(NotImplementedError):
     """cuBLASLt's GEMM computed something else in its trial. The message says what, and what to use."""
 
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
-#: NOTE [one decision] in `lowering/blockwise/gemm.py`.
-DECISIONS: dict[Hashable, Compute] = {}
-
-
-def scaled_mm_mxfp8(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """See `reference.scaled_mm_mxfp8`."""
-    key = *map(layout_of, (a, b, scale_a, scale_b)), a.device, None if bias is None else layout_of(bias), out_dtype
-    compute = DECISIONS.get(key)
-    if compute is None:
-        compute = decided(Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))
-        keep(DECISIONS, key, compute, a)
-    return compute(a, b, scale_a, scale_b, bias)
-
-
 def decided(product: Product) -> Compute:
     """The function that computes products which differ from this one in their values alone; raises where none does."""
     (m, n, k), device, out_dtype = product.sizes, product.a.device, product.out_dtype
     if not product.a.is_cuda or 0 in (m, n, k):
-        return functools.partial(reference.scaled_mm_mxfp8, out_dtype=out_dtype)
+        return as_told(reference.multiply)(product)
     mx = Granularity.BLOCK_1X32
     gemm = dataclasses.replace(product.gemm(mx, mx), k=k + -k % MX_BLOCK)
     reason = hardware.refusal(dataclasses.replace(gemm, out_dtype=torch.bfloat16, bias_dtype=None), device)

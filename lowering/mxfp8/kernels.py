@@ -215,11 +215,8 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Cop
         )  # fmt: skip
 
 
-def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
-    """See `reference.cast_mxfp8`: a launch for each matrix. Batches have no kernel, as their grouped GEMMs have none."""
-    if any(x.dim() == 3 for x in xs):
-        return reference.cast_mxfp8(xs, dtype, **options)
-    cast = CastOptions.of(**options)
+def copies(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions) -> list[torch.Tensor]:
+    """`casts.cast_with_scales`: a launch for each matrix."""
     made: list[list[torch.Tensor]] = []
     for x in xs:
         row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])

@@ -20,13 +20,11 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded, stacked
-from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, round_up
+from lowering.copies import CastOptions, dense, empty_copy, num_blocks, outer_and_inner, padded, stacked
+from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max
 from lowering.products import Product, finished
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
@@ -39,7 +37,7 @@ def compact_scale_shape(outer: int, inner: int, square: bool) -> tuple[int, int]
 
 
 def scale_shape(x: torch.Tensor, square: bool, columnwise: bool, pad_outer: bool, compact: bool) -> tuple[int, ...]:
-    """Shape of the codes that `cast_mxfp8` returns with a copy of x."""
+    """Shape of the codes that `cast_with_scales` returns with a copy of x."""
     if compact:
         shape = compact_scale_shape(*outer_and_inner(x, columnwise), square)
         return shape[::-1] if columnwise else shape
@@ -52,56 +50,41 @@ def gemm_ready_scale_shape(outer: int, inner: int) -> tuple[int, int, int, int]:
     return (outer + BLOCK - 1) // BLOCK, (inner + BLOCK - 1) // BLOCK, *TILE
 
 
-def cast_mxfp8(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    square: bool = False,
-    compact: bool = False,
-) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or batches [E, R, C], and an E8M0 code per block: q = saturated(x / 2**(code - 127)).
-    Returns the rowwise copies of all, their codes, the columnwise copies of all, their codes. Copies are [R, C32] and [C, R32],
-    the transposes; padding is that of lowering/copies.py, to multiples of 32. Codes, uint8, are GEMM-ready; of batches, whose
-    grouped GEMMs read them so, compact with one for each line of a 32x32 tile, and 0 for lines of padding. compact: for data
-    that travel, neither transposed nor padded: copies [R, C], codes [R, ceil(C/32)] and [ceil(R/32), C], with `square` both
-    [ceil(R/32), ceil(C/32)]. Each copy is quantized along its own contraction dimension; with `square` one grid serves both.
-    Codes and values, also of what is not finite: `lowering.quantize_mxfp8`."""
-    sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
-    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
-
-
-def _copy(
-    x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, square: bool, compact: bool
+def copy(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of a matrix or of a batch, and its codes: `casts.cast_with_scales`. Those of a square tile are repeated for
+    each of its lines, but for data that travel."""
     if x.dim() == 2:
-        q, codes = scaling.quantize_mx_blocks(x.t() if columnwise else x, dtype, square)
-        if compact:
+        q, codes = scaling.quantize_mx_blocks(x.t() if columnwise else x, dtype, how.square)
+        if how.compact:
             return (dense(q.t()), dense(codes.t())) if columnwise else (q, codes)
-        return _gemm_ready(q, codes, square, pad_outer)
+        return ready(q, codes, how, pad_outer)
     matrices = x.mT if columnwise else x
-    data, codes = stacked(scaling.quantize_mx_blocks(matrix, dtype, square) for matrix in matrices)
+    data, codes = stacked(scaling.quantize_mx_blocks(matrix, dtype, how.square) for matrix in matrices)
     outer, data = data.shape[1], padded(data, pad_outer, MX_BLOCK)
-    lines = codes.repeat_interleave(MX_BLOCK, dim=1)[:, :outer] if square else codes
+    lines = codes.repeat_interleave(MX_BLOCK, dim=1)[:, :outer] if how.square else codes
     return data, torch.nn.functional.pad(lines, (0, 0, 0, data.shape[1] - outer))
 
 
-def gemm_ready_mxfp8(
-    q: torch.Tensor, codes: torch.Tensor, *, square: bool = False, columnwise: bool = False, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One compact copy of a matrix and its codes in the GEMM-ready format: what `cast_mxfp8` gives, bit for bit."""
-    if columnwise:
-        q, codes = q.t(), codes.t()
-    return _gemm_ready(dense(q), codes, square, pad_outer)
-
-
-def _gemm_ready(q: torch.Tensor, codes: torch.Tensor, square: bool, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if square:
+def ready(q: torch.Tensor, codes: torch.Tensor, how: CastOptions, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy q [outer, inner] and its compact codes as GEMMs read them."""
+    if how.square:
         codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: q.shape[0]]
     return padded(q, pad_outer, MX_BLOCK), swizzled(codes)
+
+
+def empty(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of a copy and of its codes."""
+    q = x.new_empty(x.shape, dtype=dtype) if how.compact else empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK)
+    return q, x.new_empty(scale_shape(x, how.square, columnwise, pad_outer, how.compact), dtype=torch.uint8)
+
+
+def compact_shape(how: CastOptions, outer: int, inner: int) -> tuple[int, int]:
+    """Shape of the compact codes of a copy [outer, inner]."""
+    return compact_scale_shape(outer, inner, how.square)
 
 
 def swizzled(codes: torch.Tensor) -> torch.Tensor:
@@ -124,8 +107,7 @@ def e8m0_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GEMM-ready scales of MXFP8 that say what those of blocks of 128 say, for copies a [m, k] and b [n, k]. scale_inv: float32
     powers of two, the GEMM-ready scales of blockwise copies: [ceil(k/128), outer and padding], with `square` [ceil(outer/128),
-    ceil(k/128) and padding]. 2**-127 and the padding, 0.0, have code 0; of another value the exponent counts. Raises ValueError
-    for scales of another shape or dtype."""
+    ceil(k/128) and padding]. 2**-127 and the padding, 0.0, have code 0; of another value the exponent counts."""
     return _codes_of_128(scale_inv_a, m, k, square_a), _codes_of_128(scale_inv_b, n, k, square_b)
 
 
@@ -157,36 +139,15 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scaling.dequantize(q, unswizzled(scale, *q.shape), Granularity.BLOCK_1X32)
 
 
-def scaled_mm_mxfp8(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """dequantized a [M, K] @ dequantized b [K, N] + bias [N]; [M, N] in `out_dtype`. a is row-major, b column-major (the
-    transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N, K]. Sums and the bias, of any float dtype,
-    are added in float32 and rounded once. The CPU emulates; a GPU needs SM100. Raises ValueError for operands that do not fit,
-    NotImplementedError on another GPU."""
-    out = dequantize(a, scale_a) @ dequantize(b.t(), scale_b).t()
-    return finished(out, Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))
+def multiply(product: Product) -> torch.Tensor:
+    """`gemm.scaled_mm` of operands with codes of blocks of 32."""
+    out = dequantize(product.a, product.scale_inv_a) @ dequantize(product.b.t(), product.scale_inv_b).t()
+    return finished(out, product)
 
 
-def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, compact: bool) -> None:
-    checks.check_blocks_of(xs, dtype, "to MXFP8", rowwise, columnwise, compact)
-
-
-def check_compact(q: torch.Tensor, codes: torch.Tensor, square: bool, columnwise: bool) -> None:
-    shape_of = functools.partial(compact_scale_shape, square=square)
-    source = "cast_mxfp8 with compact=True or quantize_mxfp8"
-    checks.check_compact("codes are", q, codes, columnwise, shape_of, torch.uint8, source)
-
-
-def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-    _check_gemm_ready("scale_a", scale_a, *a.shape)
-    _check_gemm_ready("scale_b", scale_b, *b.shape[::-1])
+def check_scales(product: Product) -> None:
+    _check_gemm_ready("scale_inv_a", product.scale_inv_a, *product.a.shape)
+    _check_gemm_ready("scale_inv_b", product.scale_inv_b, *product.b.shape[::-1])
 
 
 def check_scale(q: torch.Tensor, scale: torch.Tensor) -> None:
@@ -195,18 +156,6 @@ def check_scale(q: torch.Tensor, scale: torch.Tensor) -> None:
     _check_gemm_ready("scale", scale, *q.shape)
 
 
-def check_scales_of_128(
-    scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, m: int, n: int, k: int, square_a: bool, square_b: bool
-) -> None:
-    blocks = num_blocks(k, BLOCK)
-    for name, scale_inv, outer, square in (
-        ("scale_inv_a", scale_inv_a, m, square_a),
-        ("scale_inv_b", scale_inv_b, n, square_b),
-    ):
-        shape = (num_blocks(outer, BLOCK), round_up(blocks, 4)) if square else (blocks, round_up(outer, 4))
-        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise")
-
-
 def _check_gemm_ready(name: str, scale: torch.Tensor, outer: int, inner: int) -> None:
     shape = gemm_ready_scale_shape(outer, inner)
-    checks.check_gemm_ready(name, scale, shape, torch.uint8, "cast_mxfp8 or gemm_ready_mxfp8")
+    checks.check_gemm_ready(name, scale, shape, torch.uint8)

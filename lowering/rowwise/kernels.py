@@ -388,22 +388,16 @@ def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torc
 # -- what is made of the two passes
 
 
-def cast_rowwise(
-    xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
-) -> list[torch.Tensor]:
-    """See `reference.cast_rowwise`. Matrices share their launches, batches have their own. The scales of engines are left to
-    the reference."""
-    if inverse is not None:
-        return reference.cast_rowwise(xs, dtype, inverse=inverse, **options)
+def copies(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions) -> list[torch.Tensor]:
+    """`casts.cast_with_scales`. Matrices share their launches, batches have their own."""
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):
-        return by_output([cast_rowwise([x], dtype, **options) for x in xs])
-    cast = CastOptions.of(**options)
+        return by_output([copies([x], dtype, cast) for x in xs])
     made = {side[0]: _new_copies(xs, *side) for side in cast.wanted}
     starts = _starts(xs, cast.rowwise, cast.columnwise)
     bits = _amax_bits(xs, starts, cast.rowwise, cast.columnwise)
     _fill(xs, starts, bits, dtype, cast, made.get(False), made.get(True))
     returned: list[torch.Tensor] = []
-    for copies in made.values():
-        returned += [q.view(dtype) for q in copies.data]
-        returned += copies.scales
+    for each in made.values():
+        returned += [q.view(dtype) for q in each.data]
+        returned += each.scales
     return returned

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from lowering import products
 from lowering.checks import check_bias, check_inputs, check_sizes, check_two_dimensions
-from lowering.copies import CastOptions, copies_of, padded, stacked
-from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, SCALE_ALIGNMENT, Granularity, fp8_max, pad_to_alignment, round_up
+from lowering.copies import CastOptions, empty_copy, padded, stacked
+from lowering.formats import SCALE_ALIGNMENT, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product
 from lowering.scaling import quantize_as, scales_from_amax
@@ -70,7 +68,7 @@ def cast_lines_rowwise(
 ) -> list[torch.Tensor]:
     """The FP8 copies of matrices whose `amax_rowwise` is known. Returns the rowwise copies of all matrices, the columnwise
     copies (what was not asked for is left out), and the scales of all copies in one vector (`scale_slices`), 1 between them.
-    Each copy with its scales is what `cast_rowwise` returns."""
+    Each copy with its scales is what `cast_with_scales` returns."""
     sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     slices, length = scale_slices([x.shape for x in xs], sides)
     scales = amaxes.new_ones(length)
@@ -104,64 +102,28 @@ def _copy(
     return q, stored
 
 
-def cast_rowwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-    inverse: str | None = None,
-) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
-    scale_inv = 1/scale. Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv.
-    Copies are [R, C16] and [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are
-    contiguous [outer, 1], [E, outer, 1] of a batch, and 1 for lines of padding. Each line has the scale of `scale_from_amax`
-    with the amax of its elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows;
-    `power_of_2` rounds it down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in
-    `quantize`. inverse: as inference engines quantize (`scaling.scales_from_amax`, `scaling.quantize_as`), with
-    power_of_2=False. Raises ValueError for another dtype or type. Sources: torchao's rowwise float8 recipe, docs/numerics.md;
-    of "divide" transformers' integrations/compressed_tensors.py."""
-    sides, how = CastOptions(rowwise, columnwise, pad_rows, pad_cols), (power_of_2, epsilon, inverse)
-    return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, *how))
-
-
-def _copy_of(x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def copy(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of a matrix or of a batch, and its scales: `casts.cast_with_scales`."""
+    x = x.mT if columnwise else x
     if x.dim() == 2:
-        return _copy(x, _amax(x, dim=1), dtype, pad_outer, *how)
-    return stacked(_copy_of(matrix, dtype, pad_outer, *how) for matrix in x.unbind())
+        return _copy(x, _amax(x, dim=1), dtype, pad_outer, how.power_of_2, how.epsilon, how.inverse)
+    return stacked(copy(matrix, dtype, how, False, pad_outer) for matrix in x.unbind())
 
 
-def scaled_mm_rowwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """(a @ b) * scale_inv_a * scale_inv_b.t() + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once to
-    out_dtype. scale_inv_a is [M, 1], scale_inv_b [N, 1]: the scales of the copy [N, K] whose transpose b is. Either may be a
-    scalar, which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
-    nothing."""
-    return products.of_lines(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
+def empty(
+    x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of such a copy and of its scales."""
+    q = empty_copy(x, dtype, columnwise, pad_outer)
+    return q, x.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
 
 
 def check_lines(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
     """Every tensor is a matrix that can be quantized, and there is something to do."""
     for x in xs:
         check_two_dimensions(x)
-    check_inputs(xs, rowwise, columnwise)
-
-
-def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:
-    """Every tensor is a matrix or a batch that can be quantized to `dtype`, and there is something to do."""
-    fp8_max(dtype)
     check_inputs(xs, rowwise, columnwise)
 
 
@@ -177,32 +139,17 @@ def check_amaxes(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtyp
         )
 
 
-def _refusal(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> str | None:
-    return refusal(Gemm(a, b, Granularity.ROW_WISE, Granularity.ROW_WISE, out), None)
-
-
-#: Refusals by two FP8 dtypes and a float one: eager calls would wait for it.
-_REFUSALS = {(a, b, out): _refusal(a, b, out) for a in FP8_MAX for b in FP8_MAX for out in HIGH_PRECISION_DTYPES}
-
-
-def check_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
+def check_gemm(product: Product) -> None:
     """Operands, scales and bias fit together."""
+    a, b = product.a, product.b
     check_sizes(a, b)
-    dtypes = a.dtype, b.dtype, out_dtype
-    reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else _refusal(*dtypes)
+    reason = refusal(Gemm(a.dtype, b.dtype, Granularity.ROW_WISE, Granularity.ROW_WISE, product.out_dtype), None)
     if reason is not None:
         fix = "quantize both operands to FP8, at least one operand to E4M3, and ask for a float output"
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
-    _check_scale("scale_inv_a", scale_inv_a, a.shape[0], "rows of a")
-    _check_scale("scale_inv_b", scale_inv_b, b.shape[1], "columns of b")
-    check_bias(bias, b)
+    _check_scale("scale_inv_a", product.scale_inv_a, a.shape[0], "rows of a")
+    _check_scale("scale_inv_b", product.scale_inv_b, b.shape[1], "columns of b")
+    check_bias(product.bias, b)
 
 
 def _check_scale(name: str, scale_inv: torch.Tensor, lines: int, what: str) -> None:

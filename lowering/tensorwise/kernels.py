@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lowering.copies import CastOptions, empty_copy, is_column_major, matrices
 from lowering.formats import FLOAT32_MAX, fp8_max, pad_to_alignment
-from lowering.tensorwise.reference import COLUMNWISE_TILE, ROWWISE_TILE, check_rowwise
+from lowering.tensorwise.reference import COLUMNWISE_TILE, ROWWISE_TILE
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, batch_step, cdiv, grid_of, is_e5m2, on_device
 from lowering.triton.many import groups, has_aligned_lines, is_aligned, num_programs, raise_amaxes, table_of, warps
@@ -576,8 +576,7 @@ def transposed_copy_kernel(
 
 
 def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
-    """`reference.transposed_copy`."""
-    check_rowwise(rowwise)
+    """`grouped.reference.transposed_copy` of rows that are in no groups."""
     rows, cols = rowwise.shape
     rows16 = pad_to_alignment(rows)
     out = torch.empty((cols, rows16), dtype=torch.uint8, device=rowwise.device)

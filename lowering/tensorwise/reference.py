@@ -11,11 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from lowering import products
-from lowering.checks import check_inputs, check_two_dimensions
-from lowering.copies import dense, matrices, padded
+from lowering.checks import check_inputs
+from lowering.copies import matrices, padded
 from lowering.formats import fp8_max
-from lowering.products import Product
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 
 __all__ = [
@@ -25,9 +23,7 @@ __all__ = [
     "multi_scales",
     "quantize",
     "scale_from_amax",
-    "scaled_mm",
     "scales_from_amax",
-    "transposed_copy",
 ]
 
 
@@ -61,11 +57,6 @@ def cast(
     return [*row, *col, amaxes(xs, per_matrix=not has_one)]
 
 
-def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
-    """The columnwise copy [C, R16] made of the rowwise one, FP8 [R, C]: the same bytes, for all elements have one scale."""
-    return padded(dense(rowwise.t()), False)
-
-
 def amaxes(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
     """`amax` of each tensor, float32 [n], a scalar of one; with `per_matrix` [n] of each matrix of those that are batches
     [E, R, C]."""
@@ -78,22 +69,6 @@ def multi_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`scales_from_amax` of the `amax` of each tensor, at least one: scales [n] and their reciprocals [n]."""
     return scales_from_amax(torch.stack([amax(x) for x in xs]), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
-
-
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N], accumulated in float32, rounded once to
-    out_dtype. The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
-    nothing."""
-    return products.of_tensors(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
 
 
 #: Rows and columns of a tile of a row-major matrix of which the rowwise copy alone is made, and of one with a columnwise copy.
@@ -159,9 +134,3 @@ def check_casts(
             )
     if in_parts and not (with_amax and len(xs) == 1 and xs[0].dim() == 2):
         raise ValueError("in_parts is True, which is for one matrix, with_amax=True; pass in_parts=False")
-
-
-def check_rowwise(rowwise: torch.Tensor) -> None:
-    """`rowwise` is an FP8 matrix."""
-    fp8_max(rowwise.dtype)
-    check_two_dimensions(rowwise)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowering.blockwise import reference
+from lowering import casts as reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.inductor import register_lowerings
 from tests.emulation.support import same_bits
@@ -44,15 +44,15 @@ def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch
     """Every cast, each of a matrix of its own."""
     a, b, c, d, batch, *rest = xs
     made = [
-        *module.cast_blockwise([a], dtype, **one_copy(**LINES)),
-        *module.cast_blockwise([b], dtype, **one_copy(columnwise=True, pad_outer=True, epsilon=1e-4, **LINES)),
-        *module.cast_blockwise([c], dtype, pad_cols=True, **LINES, columnwise=True),
-        *module.cast_blockwise([d], dtype, epsilon=0.3, **LINES, columnwise=True),
+        *module.cast_with_scales([a], dtype, **one_copy(**LINES)),
+        *module.cast_with_scales([b], dtype, **one_copy(columnwise=True, pad_outer=True, epsilon=1e-4, **LINES)),
+        *module.cast_with_scales([c], dtype, pad_cols=True, **LINES, columnwise=True),
+        *module.cast_with_scales([d], dtype, epsilon=0.3, **LINES, columnwise=True),
     ]
-    data, scale_inv = module.cast_blockwise([batch], dtype, **one_copy(**LINES))
+    data, scale_inv = module.cast_with_scales([batch], dtype, **one_copy(**LINES))
     made += [data, scale_inv.mT]  # by blocks, which is contiguous
-    made += module.cast_blockwise(rest[:2], dtype, **one_copy(columnwise=True, **LINES))
-    return made + module.cast_blockwise(rest[2:], dtype, **LINES, columnwise=True)
+    made += module.cast_with_scales(rest[:2], dtype, **one_copy(columnwise=True, **LINES))
+    return made + module.cast_with_scales(rest[2:], dtype, **LINES, columnwise=True)
 
 
 def check(name: str, folder: pathlib.Path) -> int:
@@ -88,7 +88,7 @@ def check_groups(folder: pathlib.Path) -> int:
 
     def doubled(x: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
         y = x * 2
-        data, scale_inv = ops.cast_blockwise([y.unsqueeze(0)], E4M3, **blocks)
+        data, scale_inv = ops.cast_with_scales([y.unsqueeze(0)], E4M3, **blocks)
         return [data, scale_inv.mT, *ops.quantization_statistics(y, E4M3, offs=offs, **blocks)]
 
     with emulated_h200(folder) as emulation:

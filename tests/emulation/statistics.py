@@ -58,7 +58,7 @@ def _of_blocks(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, 
     """Both copies of what is computed and of what is in memory."""
     both = {"granularity": LINES["granularity"], "columnwise": True}
     computed = xs[0] * 2
-    copies = [y for x in (computed, xs[1]) for y in module.cast_blockwise([x], dtype, **both, epsilon=0.01)]
+    copies = [y for x in (computed, xs[1]) for y in module.cast_with_scales([x], dtype, **both, epsilon=0.01)]
     each = [module.quantization_statistics(x, dtype, **LINES, columnwise=True) for x in (computed, xs[1])]
     return [vector for vectors in each for vector in vectors], copies
 
@@ -66,11 +66,11 @@ def _of_blocks(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, 
 def _of_rows(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> Results:
     """Both copies of what is computed, of what a norm computes and of what is in memory; rows in groups."""
     each = xs[0] * 2, row_flagged(xs[1]), xs[2]
-    options = {"power_of_2": True, "epsilon": 0.01}
-    copies = [y for x in each for y in module.cast_rowwise([x], dtype, **options, columnwise=True)]
+    options = {"granularity": ROWS["granularity"], "power_of_2": True, "epsilon": 0.01}
+    copies = [y for x in each for y in module.cast_with_scales([x], dtype, **options, columnwise=True)]
     found = [vector for x in each for vector in module.quantization_statistics(x, dtype, **ROWS, columnwise=True)]
     grouped = xs[3] * 2
-    copies += module.cast_rowwise([grouped], dtype, **options)
+    copies += module.cast_with_scales([grouped], dtype, **options)
     return [*found, *module.quantization_statistics(grouped, dtype, None, None, ENDS, **ROWS)], copies
 
 
@@ -83,7 +83,7 @@ class _Reference:
     def cast(*args: Any, **options: Any) -> list[torch.Tensor]:
         return []
 
-    cast_blockwise = cast_rowwise = cast
+    cast_with_scales = cast
 
 
 def check(what: Callable[..., Results], dtype: torch.dtype, fp8: torch.dtype, num_calls: int, folder: pathlib.Path) -> int:

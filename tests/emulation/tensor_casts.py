@@ -80,7 +80,7 @@ def casts(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, modul
         *module.cast([xs[4]], [scale], dtype, pad_cols=True, columnwise=True),
         *module.cast([xs[5]], [scale], dtype, columnwise=True, with_amax=True),
         *module.cast([xs[6]], [scale], dtype, pad_rows=True, pad_cols=True, columnwise=True, with_amax=True),
-        module.amax(xs[7]),
+        module.amaxes([xs[7]]),
     ]
 
 

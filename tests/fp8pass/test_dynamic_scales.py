@@ -72,7 +72,7 @@ def scales_of_casts() -> Iterator[list[torch.Tensor]]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for operation in (NAMESPACE.operations[name] for name in ("cast_rowwise", "scales_from_amax")):
+        for operation in (NAMESPACE.operations[name] for name in ("cast_with_scales", "scales_from_amax")):
             stack.enter_context(mock.patch.object(operation, "reference", recorded(operation.reference)))
         yield found
 
@@ -193,32 +193,32 @@ def compiled_mlp(recipe, *sizes, rows=32):
 
 
 def test_arguments_of_casts_and_gemms():
-    gemms = of(compiled_mlp("blockwise", 128, 128, 128), ops.scaled_mm_blockwise)
+    gemms = of(compiled_mlp("blockwise", 128, 128, 128), ops.scaled_mm)
     dims = [(n.kwargs["granularity_a"], n.kwargs["granularity_b"]) for n in gemms]
     assert sorted(dims) == [("block_1x128", "block_128x128")] * 4 + [("block_1x128", "block_1x128")] * 2
     assert {type(value) for pair in dims for value in pair} == {str}, "a member of an enum could not be printed as code"
-    gemms = of(compiled_mlp("mxfp8", 40, 72, 33, rows=33), ops.scaled_mm_mxfp8)
+    gemms = of(compiled_mlp("mxfp8", 40, 72, 33, rows=33), ops.scaled_mm)
     assert len(gemms) == 6
     for a, b, *scales in ([arg.meta["val"] for arg in node.args[:4]] for node in gemms):
         assert [scale.dtype for scale in scales] == [torch.uint8] * 2
         assert a.shape[1] == b.shape[0]
         assert (a.shape[1] % 32, b.shape[1] % 16) == (0, 0)
-    casts = of(compiled_mlp(SQUARE, 64, 96, 64), ops.cast_mxfp8)
-    assert {(n.kwargs["square"], tuple(n.args[0][0].meta["val"].shape)) for n in casts} == {
+    casts = of(compiled_mlp(SQUARE, 64, 96, 64), ops.cast_with_scales)
+    assert {(n.kwargs.get("square", False), tuple(n.args[0][0].meta["val"].shape)) for n in casts} == {
         *((True, shape) for shape in ((96, 64), (64, 96))),  # the weights [out, in]
         *((False, shape) for shape in ((32, 64), (32, 96))),
     }
     compiled = compiled_mlp("rowwise_with_gw_hp", 64, 96, 48)
-    assert len(of(compiled, ops.scaled_mm_rowwise)) == 4
-    assert len(of(compiled, ops.cast_rowwise)) == 6, "inputs, weights and output gradients along their rows"
+    assert len(of(compiled, ops.scaled_mm)) == 4
+    assert len(of(compiled, ops.cast_with_scales)) == 6, "inputs, weights and output gradients along their rows"
     assert len(of(compiled, ops.cast)) == 1, "weights per tensor"
     assert len(casts_by(ops.cast.default, nodes_of(compiled), many=True, both=False)) == 1
-    assert not casts_by(ops.cast_rowwise.default, nodes_of(compiled), both=True)
+    assert not casts_by(ops.cast_with_scales.default, nodes_of(compiled), both=True)
     accumulation = {"fast_accum_output": False, "fast_accum_grad_input": True}
     compiled = compiled_mlp(Float8RowwiseScaling(use_power_2_scales=False, amax_epsilon=1e-3, **accumulation), 64, 128, 64)
     casts = [n for n in nodes_of(compiled) if str(n.target).startswith("lowering.cast")]
     assert {(n.kwargs["power_of_2"], n.kwargs["epsilon"]) for n in casts} == {(False, 1e-3)}
-    gemms = of(compiled, ops.scaled_mm_rowwise)
+    gemms = of(compiled, ops.scaled_mm)
     assert sorted(n.kwargs["fast_accum"] for n in gemms) == [False] * 4 + [True] * 2
     assert {a.meta["val"].dtype for n in gemms for a in n.args[:2]} == {E4M3}
 
@@ -262,7 +262,7 @@ def test_recipes_on_devices(recipe, capability, reason):
     ):
         compiled = fp8_compile(nn.Linear(64, 64, device="meta"), recipe, backend="aot_eager")
         compiled(torch.empty(32, 64, device="meta"))
-    gemms, nodes = inspect(compiled).gemms, of(compiled, ops.scaled_mm_blockwise)
+    gemms, nodes = inspect(compiled).gemms, of(compiled, ops.scaled_mm)
     assert len(gemms) == 2
     if reason is None:
         assert all(g.quantized for g in gemms)

@@ -20,7 +20,7 @@ def custom():
     library._destroy()
 
 
-SCALED = (torch.ops.lowering.scaled_mm.default, torch.ops.lowering.scaled_mm_blockwise.default)
+SCALED = (torch.ops.lowering.scaled_mm.default, torch.ops.lowering.scaled_grouped_mm.default)
 MATMULS = [
     *((getattr(aten, name).default, True) for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "_int_mm")),
     *((getattr(aten, name).default, False) for name in ("mv", "dot", "outer", "convolution", "upsample_linear1d")),

@@ -281,7 +281,7 @@ def test_columns_that_are_not_moved_in_backward_are_refused():
     x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
     work = trace(Routed(3, 32, 48), x, offsets((8, 12, 4)), torch.arange(24)).run("apply")
     verify(work.graph, work.plan, work.applied, work.known)
-    late = [n for n in calls(work.graph, torch.ops.lowering.group_columns.default) if is_pinned(n)]
+    late = [n for n in calls(work.graph, torch.ops.lowering.transposed_copy.default) if is_pinned(n)]
     late[0].meta["partitioner_tag"] = "is_backward"
     with pytest.raises(InvariantError, match=f"{late[0].name} is tagged is_backward, the plan says pinned"):
         verify(work.graph, work.plan, work.applied, work.known)

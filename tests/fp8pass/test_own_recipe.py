@@ -90,7 +90,7 @@ def test_mxfp8_with_grad_weight_in_high_precision(shape):
     assert_sum(out, held(x, E4M3, block, True) @ held(w, E4M3, block, True).t() + bias.double())
     assert_sum(dx, held(dy, E4M3, block, True) @ held(w.t(), E4M3, block, True).t())
     assert_sum(model.weight.grad, dy.double().t() @ x.double())
-    casts = calls(inspect(compiled).graphs[0].after.graph, torch.ops.lowering.cast_mxfp8.default)
+    casts = calls(inspect(compiled).graphs[0].after.graph, torch.ops.lowering.cast_with_scales.default)
     assert sum(n.kwargs.get("columnwise", False) for n in casts) == 1, "of the weight alone"
     with pytest.raises(RecipeError, match=r"backward_override='high_precision'\): no grad_weight .* use MXFP8Block"):
         MXFP8HighPrecisionGradWeight(backward_override="high_precision")
@@ -115,11 +115,11 @@ def test_own_recipes_have_options_share_graphs_and_stand_in_rules():
     work = trace(mlp(), torch.randn(16, 64, requires_grad=True), recipe=recipe).run()
     ops = torch.ops.lowering
     gemms = calls(work.graph, ops.scaled_mm.default)
-    assert sorted(n.kwargs["fast_accum"] for n in gemms) == [False, False, True, True]
-    assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 2
+    found = sorted((n.kwargs["granularity_a"], n.kwargs["fast_accum"]) for n in gemms)
+    assert found == [("block_1x128", False)] * 2 + [("tensor_wise", False)] * 2 + [("tensor_wise", True)] * 2
     made = [n for n in work.graph.nodes if "epsilon" in n.kwargs]
     assert {n.kwargs["epsilon"] for n in made} == {0.5}
-    assert {str(n.target).partition(".")[2].partition(".")[0] for n in made} >= {"scales_from_amax", "cast_blockwise"}
+    assert {str(n.target).partition(".")[2].partition(".")[0] for n in made} >= {"scales_from_amax", "cast_with_scales"}
     rules = {"2": BlockwiseForward(), "2:grad_weight": None}
     compiled = fp8_compile(mlp(), "current", rules={"2:grad_weight": None, **rules}, backend="aot_eager", select="all")
     compiled(torch.randn(16, 64)).sum().backward()

@@ -11,6 +11,7 @@ import torch
 
 import lowering  # noqa: F401 (the operations)
 from lowering.blockwise import reference as blockwise_reference
+from lowering.casts import cast_with_scales
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
@@ -84,12 +85,12 @@ def rows_times_experts(device: str) -> None:
 @case
 def dense_blockwise(device: str) -> None:
     """Without groups, by blocks; scales are as casts write them."""
-    from lowering.blockwise.kernels import scaled_mm_blockwise
+    from lowering.blockwise.kernels import multiply
 
     sizes = [(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)]
     for i, (outers, pair) in enumerate(itertools.product(sizes, [(ONE, TWO), (TWO, ONE), (ONE, ONE)])):
         copies = [
-            blockwise_reference.cast_blockwise(
+            cast_with_scales(
                 [integers(outer, outers[2], dtype=torch.float32, seed=outer)], fp8, granularity=kind.value, power_of_2=True
             )
             for outer, kind, fp8 in zip(outers, pair, (E5M2, E4M3), strict=False)
@@ -97,8 +98,8 @@ def dense_blockwise(device: str) -> None:
         operands = copies[0][0], copies[1][0].t(), copies[0][1], copies[1][1], *([torch.arange(float(outers[1]))] * (i % 2))
         options = options_of(pair, out_dtype=INPUTS[(i + i // 3) % 3])
         with poisoned_memory():
-            found = scaled_mm_blockwise(Product(*(x.to(device) for x in operands), **options))
-        assert_same(found, blockwise_reference.scaled_mm_blockwise(*operands, **options))
+            found = multiply(Product(*(x.to(device) for x in operands), **options))
+        assert_same(found, blockwise_reference.multiply(Product(*operands, **options)))
 
 
 @case
@@ -119,7 +120,7 @@ def grad_weight(device: str) -> None:
         copies, factors = [], []
         for outer, dtype, seed in ((m, E5M2, 0), (n, E4M3, 1)):
             rows = integers(sum(sizes) + TAIL, outer, dtype=dtype, seed=seed)
-            copies.append(reference.group_columns(rows, offs, align=alignment(kind)))
+            copies.append(reference.transposed_copy(rows, offs, align=alignment(kind)))
             factors.append(scales(kind, outer, width, len(sizes), kind is ROW, seed))
         options = options_of((kind, kind), out_dtype=(torch.bfloat16, torch.float32)[i % 2])
         check_gemm(copies[0], copies[1].t(), *factors, offs, None, device, **options)
@@ -204,7 +205,7 @@ def columns_of_groups(device: str) -> None:
         else:
             x[sum(sizes) :] = torch.nan
         x = x.t().contiguous().t() if i % 5 == 0 else x
-        check("group_columns", x.to(fp8), offs, index, align=(16, 128)[i // 2 % 2])
+        check("transposed_copy", x.to(fp8), offs, index, align=(16, 128)[i // 2 % 2])
         scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
         check("cast_columns", x, fp8, offs, index, granularity="block_1x128", **scaling)
         check("cast_columns", x, fp8, offs, index, granularity="row_wise", **scaling)

@@ -20,6 +20,7 @@ import torch
 from benchmarks.part0 import operations
 from benchmarks.part0.samples import Sample, samples
 from lowering import products
+from lowering.casts import cast_with_scales
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.products import Product
@@ -73,7 +74,7 @@ def check_samples(name: str, device: str) -> None:
         with poisoned_memory():
             found = operations.called(kernel(name), given)
         expected = operations.called(operation.reference, given)
-        if name in ("transposed_copy", "group_columns"):  # moves bytes, also those of NaN
+        if name == "transposed_copy":  # moves bytes, also those of NaN
             found, expected = ([x.view(torch.uint8) for x in results] for results in (found, expected))
         try:
             if sample.sums is None:
@@ -238,11 +239,11 @@ def cast_blockwise_edges(device: str) -> None:
     whole[:, 128:256], whole[:, 7], whole[:128, 300] = 0, 1e-30, torch.inf
     for i, (x, kind) in enumerate(itertools.product((whole, *matrices(device)), ("block_1x128", "block_128x128"))):
         compact = {"compact": True, "columnwise": i // 2 % 2 == 0, "granularity": kind, "power_of_2": i % 3 == 0}
-        check("cast_blockwise", [x], FP8[i // 3 % 2], **compact)
+        check("cast_with_scales", [x], FP8[i // 3 % 2], **compact)
     for fp8, epsilon in itertools.product(FP8, (0.0, 3e-5)):
         options = {"granularity": "block_1x128", "power_of_2": True, "epsilon": epsilon, "columnwise": True}
-        check("cast_blockwise", [every_exponent(device)], fp8, **options)
-        check("cast_blockwise", [whole], fp8, **options)
+        check("cast_with_scales", [every_exponent(device)], fp8, **options)
+        check("cast_with_scales", [whole], fp8, **options)
 
 
 @case
@@ -256,14 +257,33 @@ def mxfp8_codes(device: str) -> None:
         ties = torch.nn.functional.pad(beside_ties("cpu"), (0, -beside_ties("cpu").numel() % 31)).view(-1, 31)
         ties = torch.nn.functional.pad(ties, (1, 0), value=448.0 if fp8 == E4M3 else 57344.0)
         for values in (x, x.t(), ties.nan_to_num(0.0, 0.0, 0.0)):
-            check("cast_mxfp8", [values.to(device)], fp8, columnwise=True)
+            check("cast_with_scales", [values.to(device)], fp8, granularity="block_1x32", columnwise=True)
+
+
+@case
+def scales_of_blocks_of_128(device: str) -> None:
+    """As those of blocks of 32, for ragged and empty products: ends of the exponents, and what is no scale."""
+    from lowering.mxfp8 import kernels, reference
+
+    ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=device)
+    sizes = ((130, 300, 1300), (128, 256, 512), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0))
+    for (m, n, k), kinds in itertools.product(sizes, itertools.product(("block_1x128", "block_128x128"), repeat=2)):
+        scales = []
+        for size, kind in zip((m, n), kinds, strict=True):
+            scales.append(cast_with_scales([torch.randn(size, k, device=device)], E4M3, granularity=kind)[1])
+            scales[-1].view(-1)[: len(ends)] = ends[: scales[-1].numel()]
+        options = {f"square_{name}": kind == "block_128x128" for name, kind in zip("ab", kinds, strict=True)}
+        with poisoned_memory():
+            found = kernels.e8m0_scales(*scales, m, n, k, **options)
+        for actual, expected in zip(found, reference.e8m0_scales(*scales, m, n, k, **options), strict=True):
+            assert_same(actual, expected)
 
 
 @case
 def statistics_read_once(device: str) -> None:
     """Where casts gave the factors of lines, no amax is computed."""
     x, options = awkward(100, 140, torch.bfloat16, device), {"granularity": "row_wise", "columnwise": True, "power_of_2": True}
-    factors = NAMESPACE.operations["cast_rowwise"].reference([x], E4M3, columnwise=True, pad_rows=True, power_of_2=True)[1::2]
+    factors = cast_with_scales([x], E4M3, granularity="row_wise", columnwise=True, pad_rows=True)[1::2]
     with mock.patch("lowering.kernels._amaxes", side_effect=AssertionError("one read more")):
         kernel("quantization_statistics")(x, E4M3, None, None, None, None, *factors, **options)
 

@@ -118,8 +118,10 @@ NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
     "matrices": lambda n: recorded(  # of two or more: one has a kernel of its own
         kernel("cast"), of_matrices(n + 1), list(torch.ones(n + 1)), E4M3, columnwise=True, with_amax=True
     ),
-    "blockwise": lambda n: recorded(kernel("cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
-    "rowwise": lambda n: recorded(kernel("cast_rowwise"), of_matrices(n + 1), E4M3, columnwise=True),
+    "blockwise": lambda n: recorded(kernel("cast_with_scales"), of_matrices(n), E4M3, granularity="block_1x128"),
+    "rowwise": lambda n: recorded(
+        kernel("cast_with_scales"), of_matrices(n + 1), E4M3, granularity="row_wise", columnwise=True
+    ),
     "scales": lambda n: recorded(kernel("multi_scales"), of_matrices(n), E4M3),
     "amaxes of scales": lambda n: recorded(kernel("scales_from_amax"), torch.ones(64)[n:], E4M3),
     "number of amaxes": lambda n: recorded(kernel("scales_from_amax"), torch.ones(n), E4M3),

@@ -57,7 +57,7 @@ def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
     gathered = [torch.cat(parts) for parts in zip(*shards, strict=True)]
     for columnwise in (False, True):
         pair = gathered[2:] if columnwise else gathered[:2]
-        actual = lowering.gemm_ready_blockwise(*pair, granularity=ONE, columnwise=columnwise)
+        actual = lowering.gemm_ready(*pair, granularity=ONE, columnwise=columnwise)
         expected = lowering.cast_blockwise(x, E4M3, granularity=ONE, columnwise=columnwise)
         assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
 
@@ -82,7 +82,7 @@ def test_rejections_name_the_value_and_the_fix():
         lowering.cast_transpose_blockwise(torch.ones(2, 2, 128), E4M3, granularity=ONE)
     q, scale_inv, *_ = lowering.compact_blockwise(x, E4M3, granularity=ONE)
     with pytest.raises(ValueError, match=r"compact scales of this copy are float32 \(1, 128\)"):
-        lowering.gemm_ready_blockwise(q, scale_inv, granularity=ONE, columnwise=True)
+        lowering.gemm_ready(q, scale_inv, granularity=ONE, columnwise=True)
 
 
 def test_padding_of_scales_is_written(monkeypatch):

@@ -11,6 +11,7 @@ import lowering
 from lowering import hardware
 from lowering.blockwise import cublaslt, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.gemm import scaled_mm
 from lowering.products import Product
 from tests.lowering.deep_gemm_stand_in import require_trial
 from tests.support.cases import each
@@ -62,7 +63,7 @@ def test_rejections_name_the_value_and_the_fix():
     def mm(*, a_dims=ONE, b_dims=TWO, a=None, scale=None, bias=None, **keywords):
         q_a, scale_a = lowering.cast_blockwise(torch.ones(130, 300), E4M3, granularity=a_dims)
         q_b, scale_b = lowering.cast_blockwise(torch.ones(200, 300), E4M3, granularity=b_dims)
-        return lowering.scaled_mm_blockwise(
+        return lowering.scaled_mm(
             q_a if a is None else a, q_b.t(), scale_a if scale is None else scale, scale_b, bias,
             granularity_a=a_dims, granularity_b=b_dims, **keywords,
         )  # fmt: skip
@@ -137,7 +138,7 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
         b, scale_inv_b = lowering.cast_blockwise(torch.empty(384, 640, device="cuda"), E4M3, granularity=pair[1])
         bias = torch.empty(384, device="cuda", dtype=torch.bfloat16) if bias else None
         assert cublaslt.refusal(asked(a, b.t(), bias, *pair, torch.bfloat16)) is None
-        out = cublaslt.scaled_mm_blockwise(
+        out = cublaslt.multiply(
             Product(
                 a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1], out_dtype=torch.bfloat16
             )
@@ -188,7 +189,7 @@ def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dt
         assert view.stride(0) == 1
         memory.append(view.as_strided(reference.gemm_ready_scale_shape(outer, inner, granularity), (view.stride(1), 1)))
     scaling = {"granularity_a": granularities[0], "granularity_b": granularities[1]}
-    return reference.scaled_mm_blockwise(a, b, *memory, bias, **scaling, out_dtype=output_dtype)
+    return scaled_mm(a, b, *memory, bias, **scaling, out_dtype=output_dtype)
 
 
 @each("m", [1, 3, 6, 130, 132])
@@ -208,9 +209,9 @@ def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
         torch.randn(96).bfloat16()[::2],
     ):
         arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
-        out = cublaslt.scaled_mm_blockwise(Product(*arguments, **scaling, out_dtype=out_dtype))
+        out = cublaslt.multiply(Product(*arguments, **scaling, out_dtype=out_dtype))
         assert out.is_contiguous()
-        expected = reference.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
+        expected = scaled_mm(*arguments, **scaling, out_dtype=out_dtype)
         assert relative_error(out, expected.double()) < SCALED_MM[out_dtype] / 10, "sums in another order, rounded once"
 
 
@@ -253,12 +254,12 @@ def test_scales_at_any_address(moved, monkeypatch):
     a, scale_inv_a = lowering.cast_blockwise(torch.randn(8, 272), E4M3, granularity=ONE)
     b, scale_inv_b = lowering.cast_blockwise(torch.randn(48, 272), E4M3, granularity=TWO)
     scaling = {"granularity_a": ONE, "granularity_b": TWO}
-    expected = reference.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, **scaling)
+    expected = scaled_mm(a, b.t(), scale_inv_a, scale_inv_b, **scaling)
     scales = {"a": scale_inv_a, "b": scale_inv_b}
     shifted = torch.empty(scales[moved].numel() + 1)[1:].view(scales[moved].shape).copy_(scales[moved])
     assert shifted.data_ptr() % 16 == 4
     scales[moved] = shifted
-    out = cublaslt.scaled_mm_blockwise(Product(a, b.t(), scales["a"], scales["b"], **scaling))
+    out = cublaslt.multiply(Product(a, b.t(), scales["a"], scales["b"], **scaling))
     assert torch.equal(out, expected)
 
 
@@ -275,9 +276,7 @@ class Stand:
             raise errors[self.behaviour]("cuBLAS says no\nand more")
         if self.behaviour == "wrong":
             gemm = dataclasses.replace(gemm, scale_inv_a=gemm.scale_inv_a.flip(0))
-        operands = gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias
-        how = {name: getattr(gemm, name) for name in ("granularity_a", "granularity_b", "out_dtype")}
-        return reference.scaled_mm_blockwise(*operands, **how)
+        return reference.multiply(gemm)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ class Stand:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, caplog):
     stand = Stand(behaviour)
-    monkeypatch.setattr(cublaslt, "scaled_mm_blockwise", stand)
+    monkeypatch.setattr(cublaslt, "multiply", stand)
     monkeypatch.setattr(cublaslt.trial, "tried", {})
     for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), SCALED_MM):
         a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
@@ -321,8 +320,8 @@ def test_through_mxfp8_it_is_the_same_number(shape, pair, dtypes):
     for bias, out_dtype in ((None, torch.float32), (torch.randn(n), torch.bfloat16)):
         arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
         options = granularities | {"out_dtype": out_dtype}
-        expected = lowering.scaled_mm_blockwise(*arguments, **options, implementation="reference")
-        out = lowering.scaled_mm_blockwise(*arguments, **options, implementation="mxfp8")
+        expected = lowering.scaled_mm(*arguments, **options, implementation="reference")
+        out = lowering.scaled_mm(*arguments, **options, implementation="mxfp8")
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -344,6 +343,4 @@ def test_mxfp8_needs_powers_of_two():
     x = torch.full((16, 128), 3.0)
     a, scale_inv = lowering.cast_blockwise(x, E4M3, granularity=ONE, power_of_2=False)
     with pytest.raises(ValueError, match=r"a scale is 0\.0066.*no power of two.*quantize with power_of_2=True"):
-        lowering.scaled_mm_blockwise(
-            a, a.t(), scale_inv, scale_inv, granularity_a=ONE, granularity_b=ONE, implementation="mxfp8"
-        )
+        lowering.scaled_mm(a, a.t(), scale_inv, scale_inv, granularity_a=ONE, granularity_b=ONE, implementation="mxfp8")

@@ -7,19 +7,17 @@ import pytest
 import torch
 
 import lowering
-from lowering import hardware, ops, tensor_cores
-from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
+from lowering import gemm as dense
+from lowering import hardware, ops
+from lowering.blockwise import cublaslt, deep_gemm, gemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped import reference as groups
-from lowering.mxfp8 import gemm as mx_gemm
-from lowering.mxfp8 import reference as mx
-from lowering.rowwise import reference as rows
-from lowering.tensorwise import reference as tensors
 from lowering.trials import Trial
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.test_deep_gemm import install
 from tests.lowering.test_rowwise import cpu_gemm_takes_rows
+from tests.support.copies import both
 from tests.tolerances import REFERENCE_MM, relative_error
 
 ONE, TWO = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
@@ -78,18 +76,18 @@ OTHERS = {
 def decided(monkeypatch):
     """The arguments of each decision."""
     found = []
-    decide = gemm.decided
-    monkeypatch.setattr(gemm, "decided", lambda *args: found.append(args) or decide(*args))
-    monkeypatch.setattr(gemm, "DECISIONS", {})
+    decide = dense.decided
+    monkeypatch.setattr(dense, "decided", lambda *args: found.append(args) or decide(*args))
+    monkeypatch.setattr(dense, "DECISIONS", {})
     return found
 
 
 def product(given):
-    return torch.ops.lowering.scaled_mm_blockwise(**given)
+    return torch.ops.lowering.scaled_mm(**given)
 
 
 def expected(given):
-    return reference.scaled_mm_blockwise(**given)
+    return dense.scaled_mm(**given)
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -137,10 +135,10 @@ def test_a_library_is_asked_once(on_gpu, monkeypatch, decided):
     monkeypatch.setattr(deep_gemm, "refusal", lambda given: asked.append(1) or refuse(given))
     for seed in range(3):
         given = arguments(seed=seed)
-        torch.testing.assert_close(gemm.scaled_mm_blockwise(**given), expected(given), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(dense.by_decision(**given), expected(given), rtol=2**-7, atol=1e-3)
     assert (len(decided), len(asked)) == (1, 2)
     calls = on_gpu.calls
-    gemm.scaled_mm_blockwise(**USUAL)
+    dense.by_decision(**USUAL)
     assert on_gpu.calls == calls + 1
 
 
@@ -149,10 +147,10 @@ def test_nothing_is_kept_while_a_graph_is_captured(on_gpu, monkeypatch, decided)
     monkeypatch.setattr(deep_gemm.trial, "is_passed", lambda given: not torch.cuda.is_current_stream_capturing())
     monkeypatch.setitem(gemm.IMPLEMENTATIONS, "triton", gemm.IMPLEMENTATIONS["reference"])
     for _ in range(2):  # no trial then, so no library
-        assert gemm.scaled_mm_blockwise(**USUAL).equal(expected(USUAL))
+        assert dense.by_decision(**USUAL).equal(expected(USUAL))
     assert (len(decided), on_gpu.calls) == (2, 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    gemm.scaled_mm_blockwise(**USUAL)
+    dense.by_decision(**USUAL)
     assert on_gpu.calls > 0
 
 
@@ -168,29 +166,30 @@ def of_tensors(dtype=torch.float32, **options):
 
 
 def of_mx(dtype=torch.bfloat16, m=M, k=K, bias=None):
-    (a, scale_a), (b, scale_b) = (ops.cast_mxfp8([torch.randn(rows, k)], E4M3) for rows in (m, N))
-    return {"a": a, "b": b.t(), "scale_a": scale_a, "scale_b": scale_b, "bias": bias, "out_dtype": dtype}
+    (a, scale_a), (b, scale_b) = (
+        ops.cast_with_scales([torch.randn(rows, k)], E4M3, granularity="block_1x32") for rows in (m, N)
+    )
+    return {"a": a, "b": b.t(), "scale_inv_a": scale_a, "scale_inv_b": scale_b, "bias": bias, "out_dtype": dtype}
 
 
 KINDS = {
-    "tensors": (tensor_cores, "scaled_mm", "OF_TENSORS", "_of_tensors", tensors.scaled_mm, of_tensors, {"fast_accum": True}),
-    "rows": (tensor_cores, "scaled_mm_rowwise", "OF_ROWS", "_of_rows", rows.scaled_mm_rowwise, of_lines, {"fast_accum": True}),
-    "MXFP8": (mx_gemm, "scaled_mm_mxfp8", "DECISIONS", "decided", mx.scaled_mm_mxfp8, of_mx, {}),
+    "tensor_wise": (of_tensors, [{"fast_accum": True}]),
+    "row_wise": (of_lines, [{"fast_accum": True}]),
+    "block_1x32": (of_mx, []),
 }
 
 
 @pytest.mark.skipif(not hardware.triton_available(), reason="GEMMs of tensor cores need Triton")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
-    if kind == "rows" and not cpu_gemm_takes_rows():
+def test_what_decides_about_other_gemms_is_looked_at_once(kind, decided, monkeypatch):
+    if kind == "row_wise" and not cpu_gemm_takes_rows():
         pytest.skip("torch's GEMM of CPUs takes no scale per row before 2.13")
-    module, name, kept, decide, specification, arguments, options = KINDS[kind]
-    found, decided = [], getattr(module, decide)
-    monkeypatch.setattr(module, decide, lambda product: found.append(product) or decided(product))
-    monkeypatch.setattr(module, kept, {})
+    arguments, options = KINDS[kind]
+    kinds = both(kind)
+    monkeypatch.setattr(dense, "runs_kernels", lambda device: True)
 
     def right(given):
-        out, wanted = getattr(module, name)(**given), specification(**given)
+        out, wanted = dense.by_decision(**given, **kinds), dense.scaled_mm(**given, **kinds)
         assert (out.dtype, out.shape) == (wanted.dtype, wanted.shape)
         return relative_error(out, wanted.double()) <= REFERENCE_MM[torch.bfloat16]
 
@@ -204,17 +203,17 @@ def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
         arguments(bias=torch.randn(2 * N)[::2]),
         usual | {"a": spread(usual["a"])},
         usual | {"b": moved(usual["b"].t(), 8).t()},
-        *([arguments(**options)] if options else []),
+        *(arguments(**option) for option in options),
     ]
     for given in (usual, arguments(), usual):
         assert right(given)
-    assert len(found) == 1
+    assert len(decided) == 1
     for i, other in enumerate(others, 2):
         assert right(other)
         scale = next(name for name in other if name.startswith("scale"))
         assert right(other | {scale: other[scale].clone()})
         assert right(usual)
-        assert len(found) == i
+        assert len(decided) == i
 
 
 def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):

@@ -7,8 +7,9 @@ import torch
 
 import lowering
 from lowering import deep_gemm as package
-from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
+from lowering.blockwise import cublaslt, deep_gemm, gemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.gemm import scaled_mm
 from lowering.products import Product
 from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, require_trial, reversed_scales
@@ -42,9 +43,9 @@ def install(monkeypatch, library):
 def test_it_gets_its_layouts_and_computes_the_reference(sizes, library):
     given = asked(*sizes)
     assert deep_gemm.refusal(given) is None
-    out = deep_gemm.scaled_mm_blockwise(given)
+    out = deep_gemm.multiply(given)
     operands, (kind_a, kind_b) = (given.a, given.b, given.scale_inv_a, given.scale_inv_b), given.granularities
-    expected = reference.scaled_mm_blockwise(*operands, granularity_a=kind_a, granularity_b=kind_b)
+    expected = scaled_mm(*operands, granularity_a=kind_a, granularity_b=kind_b)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5 * expected.abs().max().item())
     assert library.copies == 0, "the scales of a are taken as they are in memory"
 

@@ -7,7 +7,9 @@ import torch
 
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
+from lowering.products import Product
 from tests.support.cases import each
+from tests.support.copies import both
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="the other kernels need Triton")
@@ -32,8 +34,8 @@ def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
 
 
 def scaled_mm(*arguments, **options):
-    """The wrapper, with a GEMM that is as strict as SM90's about layouts and biases."""
-    from lowering import tensor_cores as gemm
+    """The GEMM of tensor cores, as strict as SM90's about layouts and biases."""
+    from lowering import tensor_cores
 
     lenient = torch._scaled_mm
 
@@ -50,7 +52,7 @@ def scaled_mm(*arguments, **options):
         return lenient(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
     with mock.patch.object(torch, "_scaled_mm", strict):
-        return gemm.scaled_mm(*arguments, **options)
+        return tensor_cores.of_tensors(Product(*arguments, **options))(*arguments)
 
 
 @each("shape", SHAPES)
@@ -81,9 +83,10 @@ def test_operands_of_any_strides():
 def test_aligned_operands_are_not_copied():
     a, b, *scales = operands(32, 64, 48)
     with mock.patch.object(torch, "_scaled_mm", return_value=torch.zeros(32, 48)) as called:
-        from lowering import tensor_cores as gemm
+        from lowering import tensor_cores
 
-        gemm.scaled_mm(a, b, *scales, None, out_dtype=torch.float32, fast_accum=True)
+        given = a, b, *scales, None
+        tensor_cores.of_tensors(Product(*given, out_dtype=torch.float32, fast_accum=True))(*given)
     left, right, *_ = called.call_args.args
     assert (left.data_ptr(), right.data_ptr()) == (a.data_ptr(), b.data_ptr())
     assert called.call_args.kwargs["use_fast_accum"] is True
@@ -107,11 +110,6 @@ def test_any_view_is_a_bias(view):
     assert relative_error(out, expected_product(*arguments, bias)) <= REFERENCE_MM[torch.bfloat16]
 
 
-def test_two_e5m2_operands_are_refused():
-    with pytest.raises(ValueError, match="one operand to E4M3"):
-        scaled_mm(*operands(16, 16, 16, (E5M2, E5M2)), None, out_dtype=torch.bfloat16)
-
-
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("shape", [*SHAPES, (4096, 4096, 4096), (512, 16384, 1024)])
@@ -123,8 +121,8 @@ def test_two_e5m2_operands_are_refused():
 def test_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum, dtypes, by_lines):
     arguments = operands(*shape, dtypes, "cuda", by_lines)
     bias = None if bias_dtype is None else torch.randn(shape[2], device="cuda").to(bias_dtype)
-    multiply = torch.ops.lowering.scaled_mm_rowwise if by_lines else torch.ops.lowering.scaled_mm
-    out = multiply(*arguments, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    kinds = both("row_wise" if by_lines else "tensor_wise")
+    out = torch.ops.lowering.scaled_mm(*arguments, bias, **kinds, out_dtype=out_dtype, fast_accum=fast_accum)
     assert out.dtype == out_dtype
     assert out.shape == (shape[0], shape[2])
     bounds = FAST_SCALED_MM if fast_accum else SCALED_MM

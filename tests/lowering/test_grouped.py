@@ -61,17 +61,17 @@ def cast_stack(x, kind, dtype, columnwise=False):
         scale = 2.0 ** torch.arange(x.shape[0]).float()
         return ops.cast([x], [scale], dtype, **one_copy(columnwise=columnwise))[0], scale.reciprocal()
     if kind is ROW:
-        return ops.cast_rowwise([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False))
+        return ops.cast_with_scales([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False), granularity="row_wise")
     if kind is MX:
-        return ops.cast_mxfp8([x], dtype, **one_copy(columnwise=columnwise))
-    return ops.cast_blockwise([x], dtype, **one_copy(granularity=kind, columnwise=columnwise, power_of_2=False))
+        return ops.cast_with_scales([x], dtype, **one_copy(columnwise=columnwise), granularity="block_1x32")
+    return ops.cast_with_scales([x], dtype, **one_copy(granularity=kind, columnwise=columnwise, power_of_2=False))
 
 
 def cast_columns(x, offs, kind, dtype, index=None):
     """The columnwise copy of rows in groups."""
     if kind is TENSOR:
         q, scale_inv = cast_rows(x, kind, dtype)
-        return ops.group_columns(q[:, : x.shape[1]], offs, index), scale_inv
+        return ops.transposed_copy(q[:, : x.shape[1]], offs, index), scale_inv
     return ops.cast_columns(x, dtype, offs, index, granularity=kind.value, power_of_2=False)
 
 
@@ -192,7 +192,7 @@ def test_both_copies_of_one_read_are_those_of_two_casts(sizes, dtype):
     for options in ({}, {"power_of_2": False, "epsilon": 1e-3}):
         how = {"granularity": ONE.value, **options}
         both = ops.cast_columns(x, dtype, offs, pad_outer=True, rowwise=True, **how)
-        rows = [copy[0] for copy in ops.cast_blockwise([x[None]], dtype, **how)]
+        rows = [copy[0] for copy in ops.cast_with_scales([x[None]], dtype, **how)]
         alone = [*rows, *ops.cast_columns(x, dtype, offs, pad_outer=True, **how)]
         for found, expected in zip(both, alone, strict=True):
             same_bits(found, expected)
@@ -206,7 +206,7 @@ def test_group_columns_moves_bytes(index_dtype, align):
     source = torch.randint(0, 256, (20, 7), dtype=torch.uint8).view(E5M2)
     index = torch.randint(-20, 20, (60,), dtype=index_dtype)
     sizes = [3, 0, 33, 16]
-    moved = ops.group_columns(source, offsets(sizes), index, align=align).view(torch.uint8)
+    moved = ops.transposed_copy(source, offsets(sizes), index, align=align).view(torch.uint8)
     expected = torch.zeros_like(moved)
     start = 0
     for part, size in zip(groups(sizes), sizes, strict=True):
@@ -214,7 +214,7 @@ def test_group_columns_moves_bytes(index_dtype, align):
             expected[:, start + i] = source.view(torch.uint8)[row]
         start += round_up(size, align)
     assert torch.equal(moved, expected)
-    same_bits(ops.group_columns(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
+    same_bits(ops.transposed_copy(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
 
 
 @pytest.mark.parametrize("kind", [ROW, ONE, MX])
@@ -245,22 +245,24 @@ def test_stacks_are_cast_matrix_by_matrix():
     for pad, columnwise in itertools.product((False, True), repeat=2):
         layout = {"columnwise": columnwise, "pad_outer": pad}
         q, amaxes = ops.cast([x], [scales], E5M2, **one_copy(**layout), with_amax=True)
-        row, row_scale = ops.cast_rowwise([x], E4M3, **one_copy(**layout))
+        row, row_scale = ops.cast_with_scales([x], E4M3, **one_copy(**layout), granularity="row_wise")
         for g in range(3):
             same_bits(q[g], ops.cast([x[g]], [scales[g]], E5M2, **one_copy(**layout))[0])
             assert amaxes[g] == x[g].abs().max()
             for actual, expected in zip(
-                (row[g], row_scale[g]), ops.cast_rowwise([x[g]], E4M3, **one_copy(**layout)), strict=True
+                (row[g], row_scale[g]),
+                ops.cast_with_scales([x[g]], E4M3, **one_copy(**layout), granularity="row_wise"),
+                strict=True,
             ):
                 same_bits(actual, expected)
             for kind in (ONE, TWO):
-                q_blocks, inv = ops.cast_blockwise([x], E4M3, **one_copy(granularity=kind, **layout))
-                alone, ready = ops.cast_blockwise([x[g]], E4M3, **one_copy(granularity=kind, **layout))
+                q_blocks, inv = ops.cast_with_scales([x], E4M3, **one_copy(granularity=kind, **layout))
+                alone, ready = ops.cast_with_scales([x[g]], E4M3, **one_copy(granularity=kind, **layout))
                 same_bits(q_blocks[g], alone)
                 same_bits(lowering.blockwise.reference.gemm_ready_scales(inv[g], alone.shape[0], kind), ready)
             for square in (False, True):
-                q_mx, codes = ops.cast_mxfp8([x], E4M3, **one_copy(square=square, **layout))
-                alone, ready = ops.cast_mxfp8([x[g]], E4M3, **one_copy(square=square, **layout))
+                q_mx, codes = ops.cast_with_scales([x], E4M3, **one_copy(square=square, **layout), granularity="block_1x32")
+                alone, ready = ops.cast_with_scales([x[g]], E4M3, **one_copy(square=square, **layout), granularity="block_1x32")
                 same_bits(q_mx[g], alone)
                 same_bits(lowering.mxfp8.reference.swizzled(codes[g]), ready)
 
@@ -279,7 +281,7 @@ def refused():
     yield lambda: mm(a, w, one, torch.ones(3), offs), r"scale_inv_b is torch.float32 \(3,\)"
     yield lambda: mm(a, w, one, one, offs, torch.ones(32)), "bias has shape"
     yield lambda: mm(a, w, one, one, offs, granularity_a="block_1x128"), "1x128 by tensor-wise"
-    yield lambda: mm(a, w, one, one, offs, granularity_a="rows"), "use one of"
+    yield lambda: mm(a, w, one, one, offs, granularity_a="rows"), "use 'tensor_wise' or"
     blocks = {"granularity_a": "block_1x128", "granularity_b": "block_128x128"}
     yield lambda: mm(a, w, torch.ones(8, 1), torch.ones(2, 1, 1), offs, **blocks, fast_accum=True), "fast_accum"
     yield lambda: mm(a, w, torch.ones(1, 8), torch.ones(2, 1, 1), offs, **blocks), r"scale_inv_a is torch.float32 \(1, 8\)"
@@ -288,11 +290,11 @@ def refused():
     yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, not a multiple of 16"
     yield lambda: ops.cast([torch.zeros(2, 4, 4)], [torch.ones(3)], E4M3)[0], "one for each of the 2"
     yield lambda: ops.cast([torch.zeros(0, 4, 4)], [one], E4M3)[0], "batch of matrices"
-    yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"
-    yield lambda: ops.group_columns(a, offs, align=12), "power of two"
+    yield lambda: ops.transposed_copy(a, offs, torch.zeros(8)), "index is torch.float32"
+    yield lambda: ops.transposed_copy(a, offs, align=12), "power of two"
     yield lambda: ops.cast_columns(torch.zeros(8, 16).double(), E4M3, offs, granularity="block_1x128"), "float64"
     yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="block_128x128"), "rows of two groups"
-    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="tensor_wise"), "group_columns"
+    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="tensor_wise"), "transposed_copy"
     both = {"granularity": "block_1x128", "rowwise": True}
     yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="row_wise", rowwise=True), "rowwise is True and"
     yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, torch.zeros(8).int(), **both), "a cast of its own"

@@ -155,7 +155,7 @@ def test_columns_by_cutlass_equal_the_reference(pair, monkeypatch):
         if kind is ROW:
             q, scale_inv = reference.cast_columns(x, E4M3, offs, granularity="row_wise")
         else:
-            q, scale_inv = reference.group_columns((x * 8).to(E4M3), offs), torch.tensor(1 / 8)
+            q, scale_inv = reference.transposed_copy((x * 8).to(E4M3), offs), torch.tensor(1 / 8)
         copies.append(q)
         scales_inv.append(scale_inv)
     kinds = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}

@@ -18,7 +18,7 @@ def test_on_the_cpu_operations_run_as_they_are():
         scale, inverse = ops.load_scales(staging, slots, 2)
         rowwise, columnwise, amax = ops.cast([x * 2], [ops.take(scale, [0])[0]], E4M3, columnwise=True, with_amax=True)
         own, own_inverse = ops.scales_from_amax(ops.amaxes([x * 3]), E5M2)
-        lines, of_lines = ops.cast_rowwise([x * 5], E4M3)
+        lines, of_lines = ops.cast_with_scales([x * 5], E4M3, granularity="row_wise")
         ops.record_amax(staging, slots, [amax], [1])
         product = ops.scaled_mm(rowwise, ops.cast([w], [own], E4M3)[0].t(), inverse[0], own_inverse)
         return rowwise, columnwise, amax, own, lines, of_lines, product

@@ -14,6 +14,7 @@ from fp8pass import Float8BlockScaling, fp8_compile
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
+from tests.support.copies import both
 from tests.support.models import LlamaBlock
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
@@ -46,9 +47,9 @@ def require_legal_blocks(event: Event) -> None:
     (a, _), (b, _), *scale_layouts = event.layouts
     assert (a, b) == ((k, 1), (1, k)), "a is row-major, b is column-major"
     assert n % 16 == 0
-    assert k % (32 if event.name.endswith("mxfp8") else 16) == 0
+    kinds = [Granularity(event.options[f"granularity_{side}"]) for side in "ab"]
+    assert k % (32 if Granularity.BLOCK_1X32 in kinds else 16) == 0
     assert all(at == 0 for _, at in event.layouts)
-    kinds = [Granularity(event.options.get(f"granularity_{side}", "block_1x32")) for side in "ab"]
     expected = [gemm_ready(kind, outer, k) for kind, outer in zip(kinds, (m, n), strict=True)]
     assert scales == [(dtype, shape) for dtype, shape, _ in expected]
     assert [strides for strides, _ in scale_layouts] == [strides for _, _, strides in expected]
@@ -68,8 +69,7 @@ def gemm_ready(granularity: Granularity, outer: int, inner: int) -> tuple[torch.
 #: What a GEMM demands.
 LEGAL = {
     "aten::_scaled_mm": require_legal,
-    "lowering::scaled_mm_blockwise": require_legal_blocks,
-    "lowering::scaled_mm_mxfp8": require_legal_blocks,
+    "lowering::scaled_mm": require_legal_blocks,
 }
 
 
@@ -98,20 +98,20 @@ def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "step"),
+    ("kind", "start", "step"),
     [
-        ("scaled_mm", 0, 1),
-        ("scaled_mm", 3, 1),
-        ("scaled_mm", 0, 2),
-        ("scaled_mm_rowwise", 1, 1),
-        ("scaled_mm_rowwise", 8, 1),
-        ("scaled_mm_rowwise", 0, 2),
+        ("tensor_wise", 0, 1),
+        ("tensor_wise", 3, 1),
+        ("tensor_wise", 0, 2),
+        ("row_wise", 1, 1),
+        ("row_wise", 8, 1),
+        ("row_wise", 0, 2),
     ],
 )
-def test_a_bias_that_begins_anywhere(tmp_path, name, start, step):
+def test_a_bias_that_begins_anywhere(tmp_path, kind, start, step):
     def function(a, b, biases):
         bias = biases[start : start + 64 * step : step]
-        return getattr(ops, name)(a, b.t(), ONE, ONE, bias)
+        return ops.scaled_mm(a, b.t(), ONE, ONE, bias, **both(kind))
 
     a, b = torch.zeros(32, 48, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3)
     (event,) = gemms(compiled(function, a, b, torch.zeros(160, dtype=BF16)), tmp_path)
@@ -151,7 +151,7 @@ WHOLE, RAGGED = (256, 384, 4, 128), (192, 320, 3, 80)
     ("recipe", "sizes", "name"),
     [
         *((recipe, WHOLE, "aten::_scaled_mm") for recipe in ("delayed", "current", "rowwise")),
-        *((recipe, sizes, f"lowering::scaled_mm_{recipe}") for recipe in ("blockwise", "mxfp8") for sizes in (WHOLE, RAGGED)),
+        *((recipe, sizes, "lowering::scaled_mm") for recipe in ("blockwise", "mxfp8") for sizes in (WHOLE, RAGGED)),
     ],
 )
 def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
@@ -166,9 +166,9 @@ def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
 @pytest.mark.parametrize(
     ("recipe", "engine", "casts"),
     [
-        ("rowwise", "hf", ["cast_rowwise"] * 4),
-        (Float8BlockScaling(use_f32_scales=True), "vllm", ["cast_blockwise"] * 3),  # the two weights share one
-        ("current", "vllm", ["cast_rowwise", "scales_from_amax"] * 2),
+        ("rowwise", "hf", ["cast_with_scales"] * 4),
+        (Float8BlockScaling(use_f32_scales=True), "vllm", ["cast_with_scales"] * 3),  # the two weights share one
+        ("current", "vllm", ["cast_with_scales", "scales_from_amax"] * 2),
     ],
     ids=["rowwise", "blockwise", "current"],
 )
@@ -198,7 +198,8 @@ def test_scales_of_rows_join_the_code_behind_the_gemm(gpu, fast_accum, is_rowwis
     """One generated kernel reads the float32 of a per-tensor GEMM: 6 bytes per element, and none of eager code."""
 
     def function(a, b, scale_a, scale_b, bias):
-        out = ops.scaled_mm_rowwise(a, b.t(), scale_a, scale_b, bias if has_bias else None, fast_accum=fast_accum)
+        options = {"fast_accum": fast_accum, **both("row_wise")}
+        out = ops.scaled_mm(a, b.t(), scale_a, scale_b, bias if has_bias else None, **options)
         return torch.nn.functional.silu(out)
 
     m, n, k = 256, 128, 512

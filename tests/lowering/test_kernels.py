@@ -207,10 +207,10 @@ def stack(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_number_of_launches():
     """A GEMM and a cast of all experts are one; what needs amaxes first is two; copies at padded offsets write their map."""
     for launches, name, arguments, options in (
-        (1, "cast_blockwise", ([stack(E, F, H)], kernel_cases.E4M3), {"granularity": TWO, "columnwise": True}),
+        (1, "cast_with_scales", ([stack(E, F, H)], kernel_cases.E4M3), {"granularity": TWO, "columnwise": True}),
         (2, "cast", ([stack(E, F, H)], [stack(E).float()], kernel_cases.E4M3), {"columnwise": True, "with_amax": True}),
-        (2, "cast_rowwise", ([stack(E, F, H)], kernel_cases.E4M3), {"columnwise": True}),
-        (2, "group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
+        (2, "cast_with_scales", ([stack(E, F, H)], kernel_cases.E4M3), {"granularity": "row_wise", "columnwise": True}),
+        (2, "transposed_copy", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
         (2, "cast_columns", (stack(S, F), kernel_cases.E4M3, offs()), {"granularity": ONE}),
         (2, "cast_columns", (stack(S, F), kernel_cases.E4M3, offs()), {"granularity": ONE, "rowwise": True}),
     ):

@@ -59,6 +59,7 @@ def step_boundary() -> tuple:
 X, BOTH, AMAX = matrix(4096, 4096), {"columnwise": True}, {"with_amax": True}
 ONE_OF = [X], [SCALE], E4M3
 MANY = [X] * 3, [SCALE] * 3, E4M3
+ROWS = {"granularity": "row_wise"}
 #: Operation, arguments and options of calls in words.
 _CALLS: dict[str, tuple[str, tuple, dict]] = {
     "amax bf16": ("amaxes", ([X],), {}),
@@ -75,16 +76,16 @@ _CALLS: dict[str, tuple[str, tuple, dict]] = {
     "transposed copy": ("transposed_copy", (matrix(4096, 4096, torch.uint8).view(E4M3),), {}),
     "multi aligned": ("cast", MANY, BOTH | AMAX),
     "checksums": ("checksums", ([X, matrix(4096, 1024, torch.float32)],), {}),
-    "multi blockwise both": ("cast_blockwise", ([X] * 3, E4M3), {"granularity": "block_128x128", **BOTH}),
-    "rowwise both": ("cast_rowwise", ([X], E4M3), BOTH),
-    "rowwise row": ("cast_rowwise", ([X], E4M3), {"power_of_2": False}),
-    "rowwise multi aligned": ("cast_rowwise", ([X] * 3, E4M3), BOTH),
+    "multi blockwise both": ("cast_with_scales", ([X] * 3, E4M3), {"granularity": "block_128x128", **BOTH}),
+    "rowwise both": ("cast_with_scales", ([X], E4M3), BOTH | ROWS),
+    "rowwise row": ("cast_with_scales", ([X], E4M3), {"power_of_2": False} | ROWS),
+    "rowwise multi aligned": ("cast_with_scales", ([X] * 3, E4M3), BOTH | ROWS),
     "update_scales max": step_boundary(),
     "record_amax": ("record_amax", (torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))), {}),
     "cast_partial_amax": ("cast", ONE_OF, AMAX | {"in_parts": True}),
     "cast_transpose_partial_amax": ("cast", ([X], [SCALE], E5M2), BOTH | AMAX | {"in_parts": True}),
     "load_scales": ("load_scales", (torch.ones(64), torch.arange(64), 40), {}),
-    "cast_transpose_mxfp8 e4m3": ("cast_mxfp8", ([X], E4M3), BOTH),
+    "cast_transpose_mxfp8 e4m3": ("cast_with_scales", ([X], E4M3), BOTH | {"granularity": "block_1x32"}),
 }
 CALLS = {words: functools.partial(call, name, *arguments, **options) for words, (name, arguments, options) in _CALLS.items()}
 
@@ -163,8 +164,8 @@ def test_many_matrices_of_one_kind_are_one_launch(copies):
         for given, launches in ((xs, 1), (mixed, 3)):
             assert len(call("cast", given, list(torch.ones(len(given))), E4M3, **copies, with_amax=with_amax)) == launches
     for granularity in ("block_1x128", "block_128x128"):
-        assert len(call("cast_blockwise", xs, E4M3, **copies, granularity=granularity)) == 1
-        assert len(call("cast_blockwise", mixed, E4M3, **copies, granularity=granularity)) == 3
+        assert len(call("cast_with_scales", xs, E4M3, **copies, granularity=granularity)) == 1
+        assert len(call("cast_with_scales", mixed, E4M3, **copies, granularity=granularity)) == 3
 
 
 @pytest.mark.parametrize(

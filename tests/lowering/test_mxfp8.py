@@ -1,5 +1,6 @@
 """MXFP8: casts against torchao and float64, layouts, edges, the GEMM and its dispatch, rejections."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -8,22 +9,29 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowering
+from lowering import gemm as dense
 from lowering import hardware
 from lowering import scaling as blocks
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
+from lowering.products import Product
 from tests.lowering.deep_gemm_stand_in import require_trial
 from tests.support.cases import each
+from tests.support.copies import both
 from tests.tolerances import SCALED_MM
 
 ops = torch.ops.lowering
+scaled_mm, by_decision = (functools.partial(f, **both("block_1x32")) for f in (dense.scaled_mm, dense.by_decision))
+cast = functools.partial(ops.cast_with_scales, granularity="block_1x32")
+gemm_ready = functools.partial(lowering.gemm_ready, granularity="block_1x32")
+multiplied = functools.partial(lowering.scaled_mm, **both("block_1x32"))
 SHAPES = [(1, 32), (3, 64), (128, 128), (160, 96), (129, 288)]
 RAGGED = [(1, 1), (5, 33), (100, 150), (129, 257), (0, 7), (4, 0)]
 
 
 @pytest.fixture(autouse=True)
 def _decisions_of_its_own(monkeypatch):
-    monkeypatch.setattr(gemm, "DECISIONS", {})
+    monkeypatch.setattr(dense, "DECISIONS", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -85,7 +93,7 @@ def test_zeros_subnormals_nan_inf_and_every_code_are_torchaos(dtype, given):
     assert torch.equal(codes, expected_codes)
     assert torch.equal(codes_of(q), codes_of(expected_q))
     assert {0, 1, 254, 255} <= set(codes.flatten().tolist())
-    q_t, scale_t = ops.cast_mxfp8([x.t().contiguous()], dtype, rowwise=False, columnwise=True)
+    q_t, scale_t = cast([x.t().contiguous()], dtype, rowwise=False, columnwise=True)
     assert torch.equal(codes_of(q_t), codes_of(expected_q))
     assert torch.equal(reference.unswizzled(scale_t, *x.shape), expected_codes)
 
@@ -136,9 +144,9 @@ def test_swizzled_scales_are_torchaos(shape):
 def test_infinity_and_nan_reach_the_product():
     x = torch.ones(4, 64)
     x[1, 3], x[2, 40] = torch.inf, torch.nan
-    a, scale_a = ops.cast_mxfp8([x], E4M3)
-    b, scale_b = ops.cast_mxfp8([torch.ones(16, 64)], E4M3)
-    out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b)
+    a, scale_a = cast([x], E4M3)
+    b, scale_b = cast([torch.ones(16, 64)], E4M3)
+    out = multiplied(a, b.t(), scale_a, scale_b)
     assert out[[0, 3]].isfinite().all()
     assert out[1].isinf().all()
     assert out[2].isnan().all()
@@ -153,7 +161,7 @@ def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
     )
     called = []
 
-    def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, bias=None, output_dtype=None):
+    def torchs(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, bias=None, output_dtype=None):
         called.append(output_dtype)
         functional = torch.nn.functional
         assert recipe_a == recipe_b == functional.ScalingType.BlockWise1x32
@@ -163,15 +171,15 @@ def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
         assert b.stride(0) == 1
         assert a.shape[1] % 32 == 0
         scales = scale_a.view(torch.uint8), scale_b.view(torch.uint8)
-        return reference.scaled_mm_mxfp8(a, b, *scales, bias, out_dtype=output_dtype)
+        return scaled_mm(a, b, *scales, bias, out_dtype=output_dtype)
 
-    a, scale_a = ops.cast_mxfp8([torch.randn(24, k)], E4M3)
-    b, scale_b = ops.cast_mxfp8([torch.randn(32, k)], E4M3)
+    a, scale_a = cast([torch.randn(24, k)], E4M3)
+    b, scale_b = cast([torch.randn(32, k)], E4M3)
     a, b = a[:, :k], b[:, :k]  # blockwise copies are padded to 16 alone
     bias = None if bias_dtype is None else torch.randn(32).to(bias_dtype)
-    expected = reference.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
-    with mock.patch.object(torch.nn.functional, "scaled_mm", scaled_mm), mock.patch.object(torch.Tensor, "is_cuda", True):
-        out = gemm.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
+    expected = scaled_mm(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
+    with mock.patch.object(torch.nn.functional, "scaled_mm", torchs), mock.patch.object(torch.Tensor, "is_cuda", True):
+        out = by_decision(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
     takes_bias = bias is None or (bias_dtype == out_dtype and out_dtype != torch.float32)
     assert called == [out_dtype if takes_bias else torch.float32]
     assert torch.equal(out, expected)
@@ -190,7 +198,7 @@ class CublasLt:
         scales = [scale.view(torch.uint8) for scale in (scale_a, scale_b)]
         if self.fault == "swizzle":
             scales[0] = scales[0].mT.reshape(scales[0].shape)
-        return reference.scaled_mm_mxfp8(a, b, *scales, bias, out_dtype=output_dtype)
+        return scaled_mm(a, b, *scales, bias, out_dtype=output_dtype)
 
 
 @pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16])
@@ -204,31 +212,30 @@ def test_cublaslt_is_trusted_after_a_trial(fault, said, dtypes, bias_dtype, monk
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
     monkeypatch.setattr(gemm.trial, "tried", {})
     monkeypatch.setattr(gemm.trial, "reasons", {})
-    (a, scale_a), (b, scale_b) = (ops.cast_mxfp8([torch.randn(128, 128)], dtype) for dtype in dtypes)
+    (a, scale_a), (b, scale_b) = (cast([torch.randn(128, 128)], dtype) for dtype in dtypes)
     operands = a, b.t(), scale_a, scale_b, None if bias_dtype is None else torch.ones(128, dtype=bias_dtype)
-    require_trial(gemm.trial, gemm.Product(*operands), library, said is None)
+    require_trial(gemm.trial, Product(*operands), library, said is None)
     assert (said or "") in caplog.text
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(hardware, "refusal", lambda gemm, device: None)
     if said is None:
-        assert torch.equal(gemm.scaled_mm_mxfp8(*operands), reference.scaled_mm_mxfp8(*operands))
+        assert torch.equal(by_decision(*operands), scaled_mm(*operands))
         return
     with pytest.raises(gemm.WrongGemmError, match=f"was tried here: {said}.*use the recipe 'blockwise'"):
-        gemm.scaled_mm_mxfp8(*operands)
+        by_decision(*operands)
 
 
 def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
     from lowering import paths as blockwise_by_mxfp8
-    from lowering.products import Product
 
     def wrong(*args, **options):
         raise gemm.WrongGemmError("its relative error is 3")
 
     asked = []
-    monkeypatch.setattr(blockwise_by_mxfp8, "scaled_mm_mxfp8", wrong)
+    monkeypatch.setattr(blockwise_by_mxfp8, "by_decision", wrong)
     instead = {"triton": lambda given: lambda a, *others: asked.append(given) or a}
     monkeypatch.setattr(blockwise_by_mxfp8, "IMPLEMENTATIONS", instead)
-    a, scale = ops.cast_blockwise([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
+    a, scale = ops.cast_with_scales([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
     names = {"granularity_a": "block_1x128", "granularity_b": "block_1x128"}
     given = Product(a, a.t(), scale, scale, None, **names)
     assert blockwise_by_mxfp8.scaled_mm_blockwise(given) is a
@@ -245,11 +252,11 @@ def test_another_gpu_refuses():
                 NotImplementedError, match=r"1x32 blocks need compute capability 10\.0, this device has 9\.0; blockwise"
             ),
         ):
-            gemm.scaled_mm_mxfp8(a, b.t(), scale, scale)
+            gemm.decided(Product(a, b.t(), scale, scale))
 
 
 def copy_of(outer: int, inner: int):
-    return ops.cast_mxfp8([torch.ones(outer, inner)], E4M3)
+    return cast([torch.ones(outer, inner)], E4M3)
 
 
 def test_refusals_name_the_value_and_the_fix():
@@ -260,16 +267,19 @@ def test_refusals_name_the_value_and_the_fix():
         (lambda: lowering.quantize_mxfp8(x.double(), E4M3), r"x is torch\.float64.*convert it to one of"),
         (lambda: lowering.quantize_mxfp8(x, torch.float16), "is not an FP8 dtype"),
         (lambda: lowering.quantize_mxfp8(torch.tensor(1.0), E4M3), r"reshape it to \(1,\)"),
-        (lambda: ops.cast_mxfp8([x[0]], E4M3), r"x has shape \(64,\); flatten"),
-        (lambda: lowering.gemm_ready_mxfp8(q, codes.float()), "codes are torch.float32"),
-        (lambda: lowering.gemm_ready_mxfp8(q, codes[:3]), r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)"),
-        (lambda: lowering.gemm_ready_mxfp8(q, codes, square=True), r"uint8 \(1, 2\)"),
+        (lambda: cast([x[0]], E4M3), r"x has shape \(64,\); flatten"),
+        (lambda: gemm_ready(q, codes.float()), "scale_inv is torch.float32"),
+        (
+            lambda: gemm_ready(q, codes[:3]),
+            r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)",
+        ),
+        (lambda: gemm_ready(q, codes, square=True), r"uint8 \(1, 2\)"),
         (lambda: ops.scale_values_mxfp8(q, codes), r"scale is torch\.uint8 \(4, 2\).*expected contiguous"),
-        (lambda: lowering.scaled_mm_mxfp8(q, q, scale, scale), "do not multiply"),
-        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), codes, scale), r"scale_a is torch\.uint8 \(4, 2\).*expected contiguous"),
-        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale.view(torch.float8_e8m0fnu)), "scale_b is torch.float8_e8m0"),
-        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale, torch.ones(3)), r"bias has shape \(3,\)"),
-        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale, out_dtype=E4M3), "out_dtype is"),
+        (lambda: multiplied(q, q, scale, scale), "do not multiply"),
+        (lambda: multiplied(q, q.t(), codes, scale), r"scale_inv_a is torch\.uint8 \(4, 2\).*expected contiguous"),
+        (lambda: multiplied(q, q.t(), scale, scale.view(torch.float8_e8m0fnu)), "scale_inv_b is torch.float8_e8m0"),
+        (lambda: multiplied(q, q.t(), scale, scale, torch.ones(3)), r"bias has shape \(3,\)"),
+        (lambda: multiplied(q, q.t(), scale, scale, out_dtype=E4M3), "out_dtype is"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

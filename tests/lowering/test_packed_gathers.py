@@ -18,7 +18,7 @@ def test_it_is_the_bytes_one_after_another():
 
 
 def cast(x):
-    return ops.cast_blockwise.default([x], E4M3, granularity=BLOCK, compact=True)
+    return ops.cast_with_scales.default([x], E4M3, granularity=BLOCK, compact=True)
 
 
 def sent(x):
@@ -30,7 +30,7 @@ def taken(buffer):
     of_ranks = buffer.view(RANKS, -1)
     data = of_ranks[:, : ROWS * COLUMNS].reshape(RANKS * ROWS, COLUMNS)
     scales = of_ranks[:, ROWS * COLUMNS :].reshape(-1, COLUMNS // 128 * 4).view(torch.float32)
-    return ops.gemm_ready_blockwise.default(data.view(E4M3), scales, granularity=BLOCK)
+    return ops.gemm_ready.default(data.view(E4M3), scales, granularity=BLOCK)
 
 
 def kernels_of(function, *args):

@@ -9,7 +9,6 @@ from tests.lowering.test_quantization import KINDS, cast, quantized
 from tests.support.cases import each
 from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
 
-ops = torch.ops.lowering
 PAIRS = [
     ("tensor", "tensor"),
     ("rows", "rows"),
@@ -37,12 +36,9 @@ def operand(kind: str, outer: int, inner: int, dtype: torch.dtype, seed: int) ->
 
 
 def product(pair, a, b, scale_a, scale_b, bias=None, **options) -> torch.Tensor:
-    if pair[0] in ("tensor", "rows"):
-        return (ops.scaled_mm if pair[0] == "tensor" else ops.scaled_mm_rowwise)(a, b.t(), scale_a, scale_b, bias, **options)
-    if pair[0] == "1x32":
-        return lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, **options)
-    kinds = {"granularity_a": Granularity(f"block_{pair[0]}"), "granularity_b": Granularity(f"block_{pair[1]}")}
-    return lowering.scaled_mm_blockwise(a, b.t(), scale_a, scale_b, bias, **kinds, **options)
+    names = {"tensor": "tensor_wise", "rows": "row_wise"}
+    options |= {f"granularity_{x}": Granularity(names.get(kind, f"block_{kind}")) for x, kind in zip("ab", pair, strict=True)}
+    return lowering.scaled_mm(a, b.t(), scale_a, scale_b, bias, **options)
 
 
 @each("shape", SHAPES)

@@ -75,10 +75,10 @@ def test_any_shape_is_flattened_to_rows(kind, shape):
 def cast(kind: str, xs: list[torch.Tensor], dtype: torch.dtype, **options) -> list[torch.Tensor]:
     """Copies as GEMMs take them, each with its scales."""
     if kind == "rows":
-        return ops.cast_rowwise(xs, dtype, power_of_2=False, **options)
+        return ops.cast_with_scales(xs, dtype, power_of_2=False, **options, granularity="row_wise")
     if kind in ("1x32", "32x32"):
-        return ops.cast_mxfp8(xs, dtype, square=kind == "32x32", **options)
-    return ops.cast_blockwise(xs, dtype, granularity=f"block_{kind}", power_of_2=False, **options)
+        return ops.cast_with_scales(xs, dtype, square=kind == "32x32", **options, granularity="block_1x32")
+    return ops.cast_with_scales(xs, dtype, granularity=f"block_{kind}", power_of_2=False, **options)
 
 
 def same_scales(kind: str, found: torch.Tensor, compact: torch.Tensor, outer: int, inner: int) -> bool:
@@ -121,9 +121,11 @@ def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
         if kind != "rows":
             packed = cast(kind, [x], dtype, compact=True, rowwise=not columnwise, columnwise=columnwise)
             if "32" in kind:
-                ready = ops.gemm_ready_mxfp8(*packed, square=kind == "32x32", columnwise=columnwise, pad_outer=pad)
+                ready = ops.gemm_ready(
+                    *packed, square=kind == "32x32", columnwise=columnwise, pad_outer=pad, granularity="block_1x32"
+                )
             else:
-                ready = ops.gemm_ready_blockwise(*packed, granularity=f"block_{kind}", columnwise=columnwise, pad_outer=pad)
+                ready = ops.gemm_ready(*packed, granularity=f"block_{kind}", columnwise=columnwise, pad_outer=pad)
             ways.append(ready)
         for way in ways:
             assert same_bits(way[0], q)

@@ -10,16 +10,18 @@ import lowering
 from lowering import hardware
 from lowering.copies import CastOptions
 from lowering.formats import E4M3, E5M2
+from lowering.products import Product
 from lowering.rowwise import reference
 from tests.lowering.test_blockwise import same_bits, wide_range
 from tests.lowering.test_gemm import DTYPES as FLOATS
 from tests.lowering.test_gemm import SHAPES, expected_product
 from tests.lowering.test_gemm import operands as operands_of_gemm
 from tests.support.cases import each
-from tests.support.copies import one_copy
+from tests.support.copies import both, one_copy
 from tests.tolerances import REFERENCE_MM, relative_error
 
 ops = torch.ops.lowering
+cast = functools.partial(ops.cast_with_scales, granularity="row_wise")
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
 
 
@@ -56,7 +58,7 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
     orientations = [flag for flag, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
     for place, flag in enumerate(orientations):
         for i, x in enumerate(xs):
-            q, scale_inv = ops.cast_rowwise([x], E4M3, **one_copy(columnwise=flag, pad_outer=bool(pads)))
+            q, scale_inv = cast([x], E4M3, **one_copy(columnwise=flag, pad_outer=bool(pads)), granularity="row_wise")
             assert same_bits(data[place * len(xs) + i], q)
             assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
 
@@ -67,21 +69,30 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
         (lambda: lowering.quantize_rowwise(torch.ones(3, dtype=torch.float64), E4M3), "float64"),
         (lambda: lowering.quantize_rowwise(torch.ones(3), torch.float16), "not an FP8 dtype"),
         (lambda: lowering.quantize_rowwise(torch.ones(()), E4M3), r"reshape it to \(1,\)"),
-        (lambda: ops.cast_rowwise([torch.ones(2, 3, 4, 5)], E4M3), "reshape it to two dimensions"),
+        (lambda: cast([torch.ones(2, 3, 4, 5)], E4M3), "reshape it to two dimensions"),
         (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
-        (lambda: ops.cast_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
-        (lambda: ops.cast_rowwise([torch.ones(2)], E4M3, columnwise=True), "reshape it to two dimensions"),
-        (lambda: ops.cast_rowwise([torch.ones(2, 3)], E4M3, inverse="multiply"), "with power_of_2=False"),
-        (lambda: ops.cast_rowwise([torch.ones(2, 3)], E4M3, power_of_2=False, inverse="by"), "one of 'multiply', 'divide'"),
+        (lambda: cast([torch.ones(2)], E4M3), "reshape it to two dimensions"),
+        (
+            lambda: cast([torch.ones(2)], E4M3, columnwise=True),
+            "reshape it to two dimensions",
+        ),
+        (
+            lambda: cast([torch.ones(2, 3)], E4M3, inverse="multiply"),
+            "with power_of_2=False",
+        ),
+        (
+            lambda: cast([torch.ones(2, 3)], E4M3, power_of_2=False, inverse="by"),
+            "one of 'multiply', 'divide'",
+        ),
         (
             lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),
             "these matrices have 5 lines",
         ),
-        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6)[:2], torch.ones(4), torch.ones(6, 1)), r"pass float32 \(4, 1\)"),
-        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6)[:2], torch.ones(()), torch.ones(1, 6)), r"pass float32 \(6, 1\)"),
-        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6, (E5M2, E5M2))), "one operand to E4M3"),
-        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6), torch.ones(4)), r"pass one of shape \(6,\)"),
-        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6), out_dtype=torch.uint8), "float output"),
+        (lambda: scaled_mm(*operands(4, 5, 6)[:2], torch.ones(4), torch.ones(6, 1)), r"pass float32 \(4, 1\)"),
+        (lambda: scaled_mm(*operands(4, 5, 6)[:2], torch.ones(()), torch.ones(1, 6)), r"pass float32 \(6, 1\)"),
+        (lambda: scaled_mm(*operands(4, 5, 6, (E5M2, E5M2))), "one operand to E4M3"),
+        (lambda: scaled_mm(*operands(4, 5, 6), torch.ones(4)), r"pass one of shape \(6,\)"),
+        (lambda: scaled_mm(*operands(4, 5, 6), out_dtype=torch.uint8), "float output"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):
@@ -90,6 +101,10 @@ def test_wrong_arguments_are_refused(call, message):
 
 
 # -- the GEMM
+
+
+def scaled_mm(*arguments, **options):
+    return ops.scaled_mm(*arguments, **both("row_wise"), **options)
 
 
 def operands(m: int, k: int, n: int, dtypes=(E4M3, E4M3)):
@@ -135,10 +150,9 @@ def provided(arguments, capability, cuda=(12, 9), version=(2, 13), **options):
         mock.patch.object(torch, "_scaled_mm", strict),
         mock.patch.object(hardware, "cuda_capability", return_value=capability),
         mock.patch.object(hardware, "platform_of", return_value=hardware.Platform(capability, cuda, version)),
-        mock.patch.object(gemm, "OF_ROWS", {}),
         mock.patch.object(gemm, "rows_refusal", lambda g, _, fast: hardware.rows_refusal(g, torch.device("cuda", 0), fast)),
     ):
-        return gemm.scaled_mm_rowwise(*arguments, **options), scales
+        return gemm.of_rows(Product(*arguments, **options))(*arguments, *[None] * (len(arguments) == 4)), scales
 
 
 @needs_triton
@@ -152,7 +166,7 @@ def test_gemm_against_float64(capability, shape, out_dtype, bias_dtype, fast_acc
     bias = None if bias_dtype is None else torch.randn(shape[2]).to(bias_dtype)
     wanted = expected_product(*arguments, bias)
     out, _ = provided((*arguments, bias), capability, out_dtype=out_dtype, fast_accum=fast_accum)
-    for result in (out, reference.scaled_mm_rowwise(*arguments, bias, out_dtype=out_dtype)):
+    for result in (out, scaled_mm(*arguments, bias, out_dtype=out_dtype)):
         assert result.dtype == out_dtype
         assert result.shape == (shape[0], shape[2])
         assert result.is_contiguous()

@@ -99,8 +99,8 @@ SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), 
     [
         ("cast", ([torch.ones(())], E5M2), {"columnwise": True, "with_amax": True}),
         ("cast", ([torch.ones(())], E5M2), {}),
-        ("cast_blockwise", (E4M3,), {"granularity": "block_128x128", "columnwise": True}),
-        ("cast_mxfp8", (E4M3,), {"square": True, "columnwise": True}),
+        ("cast_with_scales", (E4M3,), {"granularity": "block_128x128", "columnwise": True}),
+        ("cast_with_scales", (E4M3,), {"granularity": "block_1x32", "square": True, "columnwise": True}),
     ],
 )
 def test_a_small_tensor_takes_the_same_variants(operation, given, options):
@@ -123,18 +123,22 @@ def large_calls() -> dict[str, tuple[str, tuple, dict]]:
     """Calls for all experts of a layer, for batches beside matrices, of all matrices of a model, and of an activation."""
     experts = torch.empty(128, 4096, 2048, dtype=torch.bfloat16)
     weights = [aligned(4096, 4096), aligned(1024, 4096), aligned(14336, 4096)] * 32
-    layout = {"columnwise": True}
+    layout, rows = {"columnwise": True}, {"granularity": "row_wise"}
     return {
         "experts": ("cast", ([experts], [torch.ones(128)], E4M3), layout | {"with_amax": True}),
         "experts, one copy": ("cast", ([experts], [torch.ones(128)], E5M2), {}),
         "experts of one scale": ("cast", ([experts.mT], [torch.ones(())], E4M3), layout),
-        "experts rowwise": ("cast_rowwise", ([experts], E4M3), layout),
-        "experts blockwise": ("cast_blockwise", ([experts], E4M3), layout | {"granularity": "block_128x128"}),
+        "experts rowwise": ("cast_with_scales", ([experts], E4M3), layout | rows),
+        "experts blockwise": ("cast_with_scales", ([experts], E4M3), layout | {"granularity": "block_128x128"}),
         "one expert": ("cast", ([experts[:1]], [torch.ones(1)], E4M3), layout),
-        "ragged experts": ("cast_rowwise", ([experts[:77, :4095, :2047]], E4M3), layout | {"pad_rows": True}),
+        "ragged experts": ("cast_with_scales", ([experts[:77, :4095, :2047]], E4M3), layout | rows | {"pad_rows": True}),
         "batches beside a matrix": ("cast", ([experts, experts[0]], [torch.ones(128), torch.ones(())], E4M3), layout),
         "weights": ("cast", (weights, [torch.ones(())] * len(weights), E4M3), layout),
-        "weights of two dtypes": ("cast_rowwise", ([*weights, weights[0].float(), weights[1][1:, 1:]], E4M3), layout),
+        "weights of two dtypes": (
+            "cast_with_scales",
+            ([*weights, weights[0].float(), weights[1][1:, 1:]], E4M3),
+            layout | rows,
+        ),
         "an activation": ("quantize", (torch.empty(16, 8192, 4096, dtype=torch.bfloat16), torch.ones(()), E4M3), {}),
         "a slice of one": ("quantize", (torch.empty(9, 8192, 4099)[..., 1:], torch.ones(()), E4M3), {}),
     }

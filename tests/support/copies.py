@@ -63,6 +63,11 @@ class CastNode:
         return {k: v for k, v in self.node.kwargs.items() if k not in layout and not k.endswith("_index")}
 
 
+def both(granularity: str) -> dict[str, str]:
+    """The options of a GEMM whose operands have scales alike."""
+    return {"granularity_a": granularity, "granularity_b": granularity}
+
+
 def one_copy(*, columnwise: bool = False, pad_outer: bool = False, **others: Any) -> dict[str, Any]:
     """The arguments of a cast that makes the rowwise or the columnwise copy alone, its outer dimension padded or not; `others`
     as they are."""

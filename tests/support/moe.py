@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowering.blockwise import reference as blockwise
+from lowering.casts import cast_with_scales
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.mxfp8 import reference as mxfp8
-from lowering.rowwise import reference as rowwise
+from lowering.gemm import scaled_mm
 from lowering.tensorwise import reference as tensorwise
 from tests.support.copies import one_copy
 
@@ -106,11 +105,11 @@ def expected(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, si
 
 Operand = tuple[str, torch.Tensor, bool]
 """Its kind, the matrix, and whether the GEMM reads its columnwise copy."""
-#: Cast of a matrix and product of two, of recipes whose scales lie within the rows or columns of each expert.
+#: The options of casts, of recipes whose scales lie within the rows or columns of each expert.
 _OF_LINES = {
-    "rowwise": (functools.partial(rowwise.cast_rowwise, power_of_2=True), rowwise.scaled_mm_rowwise),
-    "mxfp8": (mxfp8.cast_mxfp8, mxfp8.scaled_mm_mxfp8),
-    "blockwise": (functools.partial(blockwise.cast_blockwise, power_of_2=True), blockwise.scaled_mm_blockwise),
+    "rowwise": {"granularity": "row_wise", "power_of_2": True},
+    "mxfp8": {"granularity": "block_1x32"},
+    "blockwise": {"power_of_2": True},
 }
 
 
@@ -121,14 +120,14 @@ def _multiply(recipe: str, amaxes: dict[str, torch.Tensor], *operands: Operand) 
         layout: dict[str, Any] = one_copy(columnwise=columnwise, pad_outer=True)
         if recipe in _OF_LINES:
             layout |= {"granularity": granularity} if recipe == "blockwise" else {}
-            copies.append(_OF_LINES[recipe][0]([matrix], E4M3, **layout))
+            copies.append(cast_with_scales([matrix], E4M3, **layout, **_OF_LINES[recipe]))
         else:
             dtype = E5M2 if kind == "grad_output" else E4M3
             scale = tensorwise.scale_from_amax(amaxes.get(kind, tensorwise.amax(matrix)), dtype)
             copies.append([*tensorwise.cast([matrix], [scale], dtype, **layout), scale.reciprocal()])
     (a, scale_a), (b, scale_b) = copies
-    options: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]} if recipe == "blockwise" else {}
-    product = _OF_LINES[recipe][1] if recipe in _OF_LINES else tensorwise.scaled_mm
-    out = product(a, b.t(), scale_a, scale_b, out_dtype=operands[0][1].dtype, **options)
+    kinds = kinds if recipe == "blockwise" else [{"rowwise": "row_wise", "mxfp8": "block_1x32"}.get(recipe, "tensor_wise")] * 2
+    options: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]}
+    out = scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=operands[0][1].dtype, **options)
     rows, cols = (matrix.shape[1] if columnwise else matrix.shape[0] for _, matrix, columnwise in operands)
     return out[:rows, :cols]

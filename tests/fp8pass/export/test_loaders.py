@@ -362,8 +362,8 @@ def test_gpt_oss_keeps_its_experts(tmp_path):
     assert torch.equal(found.model.layers[0].mlp.experts.gate_up_proj, model.model.layers[0].mlp.experts.gate_up_proj.float())
 
 
-def gemm_of_torch(a, b, scale_a, scale_b, bias=None, *, out_dtype=torch.bfloat16, fast_accum=False):
-    """`scaled_mm_rowwise`, by the GEMM that transformers calls."""
+def gemm_of_torch(a, b, scale_a, scale_b, bias=None, *, out_dtype=torch.bfloat16, fast_accum=False, **kinds):
+    """`scaled_mm` of rows, by the GEMM that transformers calls."""
     return torch._scaled_mm(a, b, scale_a, scale_b.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
 
 
@@ -388,7 +388,7 @@ def test_logits_of_transformers_fp8_linear(tmp_path, monkeypatch):
     with torch.no_grad():
         theirs, ours = engine(tokens).logits, compiled(input_ids=tokens).logits
         assert (theirs - ours).float().norm() < 0.03 * ours.float().norm()
-        monkeypatch.setattr(NAMESPACE.operations["scaled_mm_rowwise"], "implementation", lambda device: gemm_of_torch)
+        monkeypatch.setattr(NAMESPACE.operations["scaled_mm"], "implementation", lambda device: gemm_of_torch)
         assert torch.equal(compiled(input_ids=tokens).logits, theirs)
 
 
