@@ -34,10 +34,11 @@ def gradients_in_trace(graph: fx.Graph) -> set[fx.Node]:
 
 def _beginnings(graph: fx.Graph) -> set[fx.Node]:
     """The beginnings of the backward of a trace: ones, else inputs, that the engine alone reads. Where nothing is flagged, the
-    ones that are made for a scalar output."""
+    ones that are made for a scalar output, or that autograd makes for a scalar that is none: it asks for a memory format."""
     if not any(n.meta.get(FLAG) for n in graph.nodes):
-        scalars = {n for n in graph.output_node().all_input_nodes if value_of(n).dim() == 0}
-        return {n for n in graph.nodes if n.target is aten.ones_like.default and n.args[0] in scalars}
+        outputs = set(graph.output_node().all_input_nodes)
+        scalars = [n for n in graph.nodes if n.target is aten.ones_like.default and value_of(n).dim() == 0]
+        return {n for n in scalars if n.args[0] in outputs or n.kwargs.get("memory_format") is torch.preserve_format}
     ones = {n for n in graph.nodes if n.target in _ONES and _is_read_by_engine(n)}
     return ones or {n for n in graph.find_nodes(op="placeholder") if _is_read_by_engine(n)}
 

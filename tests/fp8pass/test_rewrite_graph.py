@@ -308,3 +308,19 @@ def test_memory_that_a_gemm_reads_may_not_change_in_place():
     )
     result, _ = rewrite_graph(harmless, Float8CurrentScaling(), inputs=["w"])(torch.randn(32, 32), torch.randn(16, 32))
     assert result.shape == (16, 32)
+
+
+@pytest.mark.parametrize("differentiate", [torch.autograd.grad, lambda loss, w: torch.autograd.grad(2 * loss, w)])
+def test_a_trace_that_returns_gradients_alone_records_amaxes(differentiate):
+    """Its loss is no output, and a user's ones of a scalar are no beginning of the backward."""
+
+    def step(w, x):
+        return differentiate((x @ w).square().mean() * torch.ones_like(x.sum()), w)
+
+    w, x = torch.randn(32, 32, requires_grad=True), torch.randn(16, 32)
+    rewritten = rewrite_graph(make_fx(step, tracing_mode="fake")(w, x), "delayed", inputs=["proj.weight"])
+    assert [(g.module, g.role) for g in rewritten.inspect().gemms] == [("proj", "output"), ("proj", "grad_weight")]
+    rewritten(w, x)
+    rewritten.state.step()
+    assert rewritten.state.scale("proj:weight") == torch.tensor(448.0) / w.detach().abs().max()
+    assert rewritten.state.scale("proj:grad_output") != 1
