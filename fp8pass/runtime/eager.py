@@ -127,6 +127,10 @@ class EagerRuns:
         owners = {placement.name_module(given.owner) for given in inputs if given.is_parameter and given.owner is not None}
         self._reads[number] = frozenset(owners), code
 
+    def forget(self, number: int) -> None:
+        """Forget an instance whose Parameters are gone."""
+        self._reads.pop(number, None)
+
     def note(self, number: int) -> None:
         """Note that a graph runs for an instance."""
         call: Call | None = getattr(_in_thread, "call", None)

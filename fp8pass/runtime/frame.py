@@ -480,7 +480,7 @@ class DynamoGraph:
             instance = Instance(bound, graph.trains, key, seen)
             for known in session.instances.values():
                 for gone in [k for k, other in known.items() if other.is_gone]:
-                    del known[gone]
+                    session.eager.forget(known.pop(gone).number)
             session.instances.setdefault(graph, {})[key] = instance
             placements = session.every_graph.setdefault(graph, [])
             if placement not in placements:

@@ -138,6 +138,22 @@ def test_deleted_models_return_their_memory():
     assert parameter() is session() is None
 
 
+def test_parameters_that_are_replaced_at_each_step_leave_nothing_behind():
+    model, compiled = fp8_mlp("current")
+
+    def num_containers():
+        gc.collect()
+        return sum(type(o) in (frozenset, dict, tuple, list) for o in gc.get_objects())
+
+    found = []
+    for count in (5, 60):
+        for _ in range(count):
+            model[0].weight = nn.Parameter(torch.randn(96, 64))
+            step(compiled, x())
+        found.append(num_containers())
+    assert found[1] < found[0] + 100  # kinds of calls, up to a bound
+
+
 def test_an_error_in_the_model_leaves_the_session_usable():
     (_, compiled), given = fp8_mlp(RECIPE), x()
     step(compiled, x())
