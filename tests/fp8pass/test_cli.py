@@ -48,6 +48,7 @@ def test_what_runs_natively_on_a_gpu(capability, expected):
     with (
         mock.patch.object(hardware, "cuda_capability", return_value=capability),
         mock.patch.object(hardware, "cuda_version", return_value=(12, 9)),
+        mock.patch.object(hardware, "torch_version", return_value=(2, 13)),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.get_device_name", return_value="a GPU"),

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def allocated(run: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that a call leaves allocated, what it returns among them, and the most that were allocated meanwhile."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         held = run()
     kineto: Any = profiled.profiler
     events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
