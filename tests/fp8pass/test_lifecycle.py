@@ -357,6 +357,10 @@ def test_what_is_compiled_behind_dynamo_holds_its_lock():
     assert len(inspect(compiled).graphs) == 1
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context"),
+    reason="in torch 2.11 a compiled model cannot be called in a thread while another thread traces one",
+)
 def test_threads_that_meet_in_the_first_evaluation():
     """One of them traces the model while the others are in calls that watch which modules run."""
     for steps in range(4):
