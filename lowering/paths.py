@@ -86,8 +86,7 @@ def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
     try:
         return by_decision(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, **how, out_dtype=gemm.out_dtype)
     except WrongGemmError:  # which the trial has logged
-        compute = IMPLEMENTATIONS["triton"](gemm)
-        return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
+        return IMPLEMENTATIONS["triton"](gemm)(*gemm.operands)
 
 
 def _check_powers_of_two(scale_inv: torch.Tensor) -> None:

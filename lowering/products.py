@@ -47,6 +47,11 @@ class Product:
         return dataclasses.replace(self, **tensors)
 
     @property
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors: what a `Compute` takes."""
+        return self.a, self.b, self.scale_inv_a, self.scale_inv_b, self.bias
+
+    @property
     def options(self) -> dict[str, Any]:
         """The arguments that are no tensors."""
         return {name: getattr(self, name) for name in ("out_dtype", "granularity_a", "granularity_b", "fast_accum")}

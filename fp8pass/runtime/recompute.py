@@ -96,8 +96,8 @@ def are_hooks_set() -> bool:
 
 def _newest(runs: Iterable[FirstRun]) -> FirstRun | None:
     """The last of first runs, of those that ran under hooks as what runs now does, if there are any."""
-    found = list(runs)
-    alike = [run for run in found if run.under_hooks == are_hooks_set()]
+    found, hooks = list(runs), are_hooks_set()
+    alike = [run for run in found if run.under_hooks == hooks]
     return next(reversed(alike or found), None)
 
 

@@ -82,7 +82,7 @@ def prepare(gemm: Product) -> Compute:
 
 def multiply(gemm: Product) -> torch.Tensor:
     """See `reference.multiply`; only for arguments that `refusal` accepts."""
-    return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
+    return prepare(gemm)(*gemm.operands)
 
 
 trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, multiply))

@@ -521,4 +521,4 @@ def prepare(gemm: Product) -> Compute:
 
 def multiply(gemm: Product) -> torch.Tensor:
     """The product of these operands."""
-    return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
+    return prepare(gemm)(*gemm.operands)

@@ -328,9 +328,8 @@ def lower_product(given: Any) -> Any:
     """aten._scaled_mm with scalar scales if it is legal; else our op, which copies operands into a legal form."""
     if is_legal(given.a, given.b, given.bias, given.out_dtype):
         return torch_gemm(given, given.scale_inv_a, given.scale_inv_b)
-    operands = given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.bias
     how = {"out_dtype": given.out_dtype, "fast_accum": given.fast_accum}
-    return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **how)
+    return call_operation(torch.ops.lowering.scaled_mm.default)(*given.operands, **how)
 
 
 def torch_gemm(given: Any, scale_a: ir.TensorBox, scale_b: ir.TensorBox, without_gaps: bool = False) -> Any:

@@ -115,7 +115,7 @@ def copy(
 def empty(
     x: torch.Tensor, dtype: torch.dtype, how: CastOptions, columnwise: bool, pad_outer: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of such a copy and of its scales."""
+    """The memory of a copy and of its scales."""
     q = empty_copy(x, dtype, columnwise, pad_outer)
     return q, x.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
 

@@ -52,7 +52,7 @@ def cast(
     if not with_amax:
         return [*row, *col]
     if in_parts and xs[0].numel():
-        return [*row, *col, torch.stack([amax(tile) for tile in tiles(xs[0], rowwise, columnwise)])]
+        return [*row, *col, amaxes(list(tiles(xs[0], rowwise, columnwise))).reshape(-1)]
     has_one = len(xs) == 1 and xs[0].dim() == 2 and not in_parts
     return [*row, *col, amaxes(xs, per_matrix=not has_one)]
 
@@ -68,7 +68,7 @@ def multi_scales(
     xs: list[torch.Tensor], dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`scales_from_amax` of the `amax` of each tensor, at least one: scales [n] and their reciprocals [n]."""
-    return scales_from_amax(torch.stack([amax(x) for x in xs]), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
+    return scales_from_amax(amaxes(xs).reshape(-1), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
 
 
 #: Rows and columns of a tile of a row-major matrix of which the rowwise copy alone is made, and of one with a columnwise copy.
