@@ -35,3 +35,11 @@ class LlamaBlock(nn.Module):
         x = x + self.wo(h.transpose(1, 2).reshape(batch, tokens, dim))
         h = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def block(dim: int, ffn: int, heads: int, batch: int, tokens: int) -> tuple[LlamaBlock, torch.Tensor]:
+    """A block and its input [batch, tokens, dim], bfloat16, uninitialized."""
+    x = torch.empty(batch, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    with torch.device("meta"):
+        model = LlamaBlock(dim, ffn, heads).bfloat16()
+    return model.to_empty(device="cpu"), x

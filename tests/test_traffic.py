@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from benchmarks import h100_model, kernel_cost, traffic
+from benchmarks import traffic
 from benchmarks.common import has_torchao
 from benchmarks.contestants import steady
 from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, Kernel, Report, capture, report
@@ -295,29 +295,6 @@ def test_less_than_torchaos_conversion(recipe):
 @functools.cache
 def _torchaos() -> list[Report]:
     return traffic.reports_of_experts(torch.compile, traffic.EXPERT_TOKENS)
-
-
-# -- what memory limits
-
-
-#: Of the kernels that compute SwiGLU in the block of an 8B Llama, forward and backward: the most of `issue / memory`. Above 0.8
-#: instructions limit a kernel, not memory. That is so where a recipe computes SwiGLU again for each copy or pass, as for
-#: blockwise's columnwise copies and in rowwise's passes: there instructions may take a tenth longer than memory.
-SWIGLU = {"delayed": (0.8, 0.8), "current": (0.8, 0.8), "blockwise": (0.8, 1.1), "rowwise": (1.1, 1.1), "mxfp8": (0.8, 0.8)}
-
-
-@pytest.mark.parametrize("recipe", SWIGLU)
-def test_instructions_of_swiglu(recipe):
-    ((model, x),) = kernel_cost.block(4096, 14336, 32, 2, 8192)
-    events = kernel_cost.step(model, lambda m: fp8_compile(m, steady(recipe)), x)
-    swiglu = [event for event in events if event.generated is not None and "silu" in event.name and event.num_bytes > 1e6]
-    for is_backward, limit in zip((False, True), SWIGLU[recipe], strict=True):
-        found = [event for event in swiglu if ("silu_backward" in event.name) is is_backward]
-        assert 1 <= len(found) <= 3, "a pass for the amaxes of rows, one for those of columns, and one that casts"
-        for event in found:
-            program = max(kernel_cost.generated_programs(event), key=h100_model.share_of_copy)
-            assert h100_model.issue_to_memory(program) <= limit, event.name
-            assert h100_model.resident(program) * program.warps >= 16, event.name
 
 
 # -- values that are saved in FP8

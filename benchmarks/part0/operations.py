@@ -1,4 +1,4 @@
-"""Every registered operation against its reference, by the samples of `samples` and the kernels of `benchmarks.kernel_cost`."""
+"""Every registered operation against its reference, by the samples of `samples` and the kernels of `benchmarks.casts`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering  # noqa: F401 (registers the operations)
+from benchmarks.casts import hand_written
 from benchmarks.correctness import relative_error
-from benchmarks.kernel_cost import hand_written
 from benchmarks.part0.cases import Case, Found, skip_if, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.contestants import contestants
 from benchmarks.cross_codegen import capture, launched
-from benchmarks.kernel_cost import block
+from benchmarks.models import block
 from benchmarks.variants import Launch, recorded, recording, variant_of
 from lowering import hardware
 from lowering.formats import E4M3
@@ -71,7 +71,7 @@ def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder
 @needs_triton
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_block_launches_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
-    ((model, x),) = block(256, 512, 4, 1, 256)
+    model, x = block(256, 512, 4, 1, 256)
     foreseen, found = foreseen_and_launched(model, x, recipe, tmp_path)
     assert len(found) >= 3
     assert variants(foreseen) == variants(found)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.contestants import contestants
 from benchmarks.cross_codegen import capture, report
-from benchmarks.kernel_cost import block
+from benchmarks.models import block
 from lowering import hardware
 from lowering.inductor import elementwise
 
@@ -51,7 +51,7 @@ def test_special_values():
 
 def codes(name: str) -> list[str]:
     torch._dynamo.reset()
-    ((model, x),) = block(256, 512, 4, 1, 256)
+    model, x = block(256, 512, 4, 1, 256)
     compiled = contestants((name,) if name != "bf16" else (), with_peers=False)[name](model)
     with capture() as graphs:
         compiled(x).sum().backward()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tests.machine_code.defined import undefined_uses
 from tests.machine_code.disassembly import disassemble
-from tests.machine_code.provenance import astray
 from tests.machine_code.sass import UnknownInstruction, functions
 from tests.machine_code.unfinished import unfinished_uses
 
@@ -49,6 +48,6 @@ def findings_of_text(sass: str) -> list[Finding]:
     return [
         Finding(name, found.instruction.address, found.instruction.text, found.kind, found.register, found.message)
         for name, instructions in functions(sass).items()
-        for analysis in (undefined_uses, astray, unfinished_uses)
+        for analysis in (undefined_uses, unfinished_uses)
         for found in analysis(instructions)
     ]
