@@ -1,8 +1,8 @@
 """Recomputation: a compiled forward that torch.utils.checkpoint runs again inside a backward.
 
 It must use the scales of its first run, although step boundaries may have come between, and must record an amax only if the
-first run could not (reentrant checkpointing runs first without gradients). The first run is found again by its inputs, which
-checkpointing keeps alive.
+first run could not (reentrant checkpointing runs first without gradients). The first run is found again by the frame that torch
+keeps of a checkpointed region, or by its inputs, which checkpointing keeps alive.
 
 NOTE [hooks on saved tensors] The backward writes amaxes and statistics into inputs of its graph. Autograd hands them to the
 backward as saved tensors, and hooks such as those of activation offloading replace saved tensors by copies: what is written
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -123,19 +125,38 @@ def is_checkpointed_again(args: Sequence[Any]) -> bool:
     return _is_reentrant(args) or (hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."))
 
 
+def _place() -> tuple[Any, int] | None:
+    """The frame of the region that torch.utils.checkpoint, without reentry, runs now, for the first time or again, and how many
+    tensors were saved in this run of it. None where other hooks are the topmost, such as those of offloading within it."""
+    hooks = _top_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or not inspect.isfunction(pack):
+        return None
+    closed = inspect.getclosurevars(pack).nonlocals
+    if "frame" in closed:
+        return closed["frame"], len(closed["frame"].weak_holders)
+    frame = closed["target_frame_ref"]() if "target_frame_ref" in closed else None
+    return None if frame is None else (frame, frame.recomp_counter[closed["gid"]])
+
+
 class FirstRuns:
-    """First runs that may be repeated, the oldest forgotten beyond a limit. Keyed by memory and instance, for several graphs
-    may read one tensor; a run without gradients may be repeated by a graph of another identity, which is found by its memory
-    alone. Graphs after a graph break, whose inputs are made anew, are known by instance: checkpointed regions are repeated in
-    reverse order, so the newest first run of the instance is the one."""
+    """First runs that may be repeated, the oldest forgotten beyond a limit. A frame of torch.utils.checkpoint tells its own,
+    which may be repeated several times. Without one they are keyed by memory and instance, for several graphs may read one
+    tensor; a run without gradients may be repeated by a graph of another identity, which is found by its memory alone. Graphs
+    after a graph break, whose inputs are made anew, are known by instance: checkpointed regions are mostly repeated in reverse
+    order, so the newest first run of the instance is the one."""
 
     def __init__(self) -> None:
+        self._by_frame: weakref.WeakKeyDictionary[Any, dict[int, dict[Any, FirstRun]]] = weakref.WeakKeyDictionary()
+        """Frame -> number of tensors saved before -> instance -> its run, the newest last."""
         self._by_memory: collections.OrderedDict[Key, dict[Owner, tuple[FirstRun, Storages]]] = collections.OrderedDict()
         """Each with the memory that it read: once that is freed, other tensors may lie at the same addresses."""
         self._by_instance: dict[Any, list[FirstRun]] = {}
 
     def add(self, args: Sequence[Any], instance: Any, run: FirstRun) -> None:
         """Remember a first run."""
+        if (place := _place()) is not None:
+            self._by_frame.setdefault(place[0], {}).setdefault(place[1], {})[instance] = run
         found = self._by_memory.setdefault(input_key(args), {})
         owner = instance, run.under_hooks
         found.pop(owner, None)  # the newest is the last
@@ -147,9 +168,16 @@ class FirstRuns:
             self._by_memory.popitem(last=False)
         del runs[:-_LIMIT_PER_INSTANCE]
 
+    def _here(self) -> dict[Any, FirstRun]:
+        """Instance -> its first run at this place of the checkpointed region that runs again."""
+        place = _place()
+        return {} if place is None else self._by_frame.get(place[0], {}).get(place[1], {})
+
     def find(self, args: Sequence[Any]) -> FirstRun | None:
-        """The newest first run with the same memory, which is left here."""
-        return _newest(filter(None, map(_alive, self._by_memory.get(input_key(args), {}).values())))
+        """The newest first run at the same place of a region, or with the same memory, which is left here."""
+        return next(reversed(self._here().values()), None) or _newest(
+            filter(None, map(_alive, self._by_memory.get(input_key(args), {}).values()))
+        )
 
     def last_of(self, instance: Any) -> FirstRun | None:
         """The newest first run of an instance, which is left here."""
@@ -157,6 +185,9 @@ class FirstRuns:
 
     def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
         """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""
+        if (run := self._here().get(instance)) is not None:
+            self._forget(instance, run)
+            return run
         key, hooks = input_key(args), are_hooks_set()
         found = self._by_memory.get(key, {})
         ranked = [(under_hooks == hooks, owner == instance, i) for i, (owner, under_hooks) in enumerate(found)]
@@ -166,10 +197,14 @@ class FirstRuns:
             self._by_memory.pop(key, None)
         if run is None:
             owner, run = instance, self.last_of(instance)
-        owned = self._by_instance.get(owner, [])
+        self._forget(owner, run)
+        return run
+
+    def _forget(self, instance: Any, run: FirstRun | None) -> None:
+        """A run that was repeated is no longer the newest of its instance."""
+        owned = self._by_instance.get(instance, [])
         if run in owned:
             owned.remove(run)
-        return run
 
 
 # -- hooks on saved tensors

@@ -141,13 +141,23 @@ class TwoReaders(nn.Module):
         return q * k
 
 
-def two_runs(checkpoints, make=lambda: BrokenBlock(64, 96), one_by_one=False, **options):
-    """Two runs of one block with a break: the first has the scales of small inputs, the second those of its own."""
+def two_runs(
+    checkpoints,
+    make=lambda: BrokenBlock(64, 96),
+    one_by_one=False,
+    one_input=False,
+    again=False,
+    **options,
+):
+    """Two runs of one block with a break: the first has the scales of small inputs, the second those of its own.
+
+    one_by_one: with a backward each, the first one first. again: two backwards of each loss, with a boundary between."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = make()
     compiled = fp8(block, RECIPE, step="manual", **options)
     view, small, xs = state(compiled), torch.randn(16, 64), 100 * torch.randn(2, 16, 64)
+    xs = [xs[0], xs[0]] if one_input else xs
     for _ in range(2):
         train(compiled, small)
         view.step()
@@ -158,12 +168,21 @@ def two_runs(checkpoints, make=lambda: BrokenBlock(64, 96), one_by_one=False, **
         losses.append(out.square().mean())
         view.step()
     for loss in losses if one_by_one else [losses[0] + losses[1]]:
+        if again:
+            loss.backward(retain_graph=True)
+            view.step()
         loss.backward()
     return gradients(block)
 
 
-def test_two_runs_of_a_block_with_a_break_are_repeated_newest_first_and_not_oldest():
-    assert same(two_runs(True), two_runs(False))
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"one_by_one": True}, {"make": mlp, "one_by_one": True, "one_input": True}, {"again": True}],
+    ids=" ".join,
+)
+def test_two_runs_of_a_block_are_repeated_as_they_were(how):
+    with functorch_config.patch(donated_buffer=False):
+        assert same(two_runs(True, **how), two_runs(False, **how))
 
 
 @pytest.mark.parametrize("rules", [None, {"k": None}, {"q": None}])
@@ -197,6 +216,13 @@ def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(kinds
 
 def first_run():
     return FirstRun({}, True, frozenset(), None, True)
+
+
+def test_the_newest_run_of_an_instance_is_repeated_first_where_no_frame_tells():
+    runs, of_instance, elsewhere = FirstRuns(), [first_run(), first_run()], torch.zeros(4)
+    for run in of_instance:
+        runs.add([torch.zeros(4)], "instance", run)
+    assert [runs.take([elsewhere], "instance") for _ in range(3)] == [*reversed(of_instance), None]
 
 
 def test_other_tensors_at_the_same_address_repeat_no_run():
