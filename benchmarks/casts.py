@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,7 @@ import torch
 from benchmarks.common import device, main
 from benchmarks.isolation import Bench, Row
 from benchmarks.timing import in_turns
-from benchmarks.variants import Launch, recorded
-from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
+from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK
 from lowering.grouped.reference import padded_width
 from lowering.operation import NAMESPACE
 
@@ -42,96 +41,77 @@ class HandWritten(NamedTuple):
         """True if a copy is written in the other layout."""
         return bool(self.options.get("columnwise")) or "transposed" in self.operation or "columns" in self.operation
 
-    def launches(self) -> list[Launch]:
-        """All launches of the operation."""
-        function = NAMESPACE.operations[self.operation].implementations()[-2]  # the last is the reference
-        return recorded(function, *self.arguments, **self.options)
+
+#: Copies that casts make, with their number.
+_COPIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "rowwise": (1, {}), "columnwise": (1, {"rowwise": False, "columnwise": True}), "both": (2, {"columnwise": True}),
+}  # fmt: skip
+_LINES = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
 
 
 def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
-    """The kernels by name, to be launched on the bfloat16 matrix x."""
-    scale = torch.tensor(2.0, device=x.device)
+    """The kernels by name, to be launched on the bfloat16 matrix x, on it twice, on its halves, on 8 matrices, and on rows in 8
+    groups, whose first launch says where each row goes."""
     found: dict[str, HandWritten] = {}
+    rows, cols, on = *x.shape, x.device
+    scale, batch, scales = torch.tensor(2.0, device=on), x.view(8, -1, cols), torch.ones(8, device=on)
+    offs, index = (torch.arange(1, 9, device=on) * (rows // 8)).int(), torch.arange(rows, device=on)
 
-    def add(name: str, store_bytes: float, operation: str, *arguments: Any, **options: Any) -> None:
-        elements = sum(matrix.numel() for matrix in arguments[0]) if isinstance(arguments[0], list) else x.numel()
-        found[name] = HandWritten(operation, arguments, options, elements, store_bytes)
+    def add(
+        name: str, store_bytes: float, operation: str, *args: Any, load_bytes: float = 2, position: int = 0, **options: Any
+    ) -> None:
+        elements = sum(matrix.numel() for matrix in args[0]) if isinstance(args[0], list) else x.numel()
+        found[name] = HandWritten(operation, args, options, elements, store_bytes, load_bytes, position)
 
-    columnwise = {"rowwise": False, "columnwise": True}
-    copies: dict[str, tuple[int, dict[str, Any]]] = {
-        "both": (2, {"columnwise": True}), "rowwise": (1, {}), "columnwise": (1, columnwise),
-    }  # fmt: skip
-    for name, fp8 in _FP8:
-        alone, many = ([x], [scale], fp8), ([x, x], [scale, scale], fp8)
-        for amax in ("", "_amax"):
-            how = {"with_amax": bool(amax)}
-            add(f"cast{amax} {name}", 1, "cast", *alone, **how)
-            add(f"cast{amax} columnwise {name}", 1, "cast", *alone, **columnwise, **how)
-            add(f"cast_transpose{amax} {name}", 2, "cast", *alone, columnwise=True, **how)
-            add(f"multi_cast{amax} rowwise {name}", 1, "cast", *many, **how)
-            add(f"multi_cast{amax} columnwise {name}", 1, "cast", *many, **columnwise, **how)
-        add(f"multi_cast_transpose_amax {name}", 2, "cast", *many, columnwise=True, with_amax=True)
-        add(f"transposed_copy {name}", 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(fp8))
-        found[f"transposed_copy {name}"] = found[f"transposed_copy {name}"]._replace(load_bytes=1)
-        add(f"quantize {name}", 1, "quantize", x, scale, fp8)
-        for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
-            scales = 4 / (BLOCK if granularity == Granularity.BLOCK_1X128 else BLOCK * BLOCK)
-            for (kind, (num, copy)), (multi, xs) in itertools.product(copies.items(), (("", [x]), ("multi ", [x, x]))):
-                store_bytes = num + num * scales
-                label = f"blockwise {block} {multi}{kind} {name}"
-                add(label, store_bytes, "cast_with_scales", xs, fp8, granularity=granularity.value, **copy)
-        for block, square in (("1x32", False), ("32x32", True)):
-            how = {"granularity": Granularity.BLOCK_1X32.value, "square": square}
-            for kind, (num, copy) in copies.items():
-                add(f"mxfp8 {block} {kind} {name}", num + num / MX_BLOCK, "cast_with_scales", [x], fp8, **how, **copy)
+    def add_columns(name: str, align: int, store_bytes: float, *call: Any, **options: Any) -> None:
+        add(name, store_bytes, *call, offs, *[index] * ("rowwise" not in options), **{"position": 1} | options)
+        found[name] = found[name]._replace(elements=padded_width(rows, 8, align) * cols)
+
     add("amax", 0, "amaxes", [x])
     add("multi_amax", 0, "amaxes", [x, x])
-    _add_rowwise(add, x)
-    _add_grouped(add, found, x)
-    return found
-
-
-def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: torch.Tensor) -> None:
-    """Casts of 8 matrices, and columnwise copies of rows in 8 groups, whose first launch says where each row goes."""
-    batch, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
-    offs = (torch.arange(1, 9, device=x.device) * (x.shape[0] // 8)).int()
-    index = torch.arange(x.shape[0], device=x.device)
-
-    def add_columns(name: str, align: int, position: int, load_bytes: float, *call: Any, **options: Any) -> None:
-        add(name, *call, offs, *[index] * ("rowwise" not in options), **options)
-        elements = padded_width(x.shape[0], 8, align) * x.shape[1]
-        found[name] = found[name]._replace(position=position, elements=elements, load_bytes=load_bytes)
-
     add("amax_batch", 0, "amaxes", [batch], per_matrix=True)
     for name, fp8 in _FP8:
+        bytes_of_fp8 = x.view(torch.uint8)[:, :cols].view(fp8)
+        add(f"quantize {name}", 1, "quantize", x, scale, fp8)
+        add(f"transposed_copy {name}", 1, "transposed_copy", bytes_of_fp8, load_bytes=1)
+        for (side, (num, copy)), with_amax in itertools.product(_COPIES.items(), (False, True)):
+            amax = "_amax" * with_amax
+            alone = {"rowwise": f"cast{amax}", "columnwise": f"cast{amax} columnwise", "both": f"cast_transpose{amax}"}[side]
+            many = f"multi_cast_transpose{amax}" if side == "both" else f"multi_cast{amax} {side}"
+            add(f"{alone} {name}", num, "cast", [x], [scale], fp8, with_amax=with_amax, **copy)
+            if side != "both" or with_amax:
+                add(f"{many} {name}", num, "cast", [x, x], [scale, scale], fp8, with_amax=with_amax, **copy)
+        for (side, (num, copy)), (block, kind, per_scale) in itertools.product(
+            _COPIES.items(), (("1x128", "block_1x128", BLOCK), ("128x128", "block_128x128", BLOCK * BLOCK))
+        ):
+            for multi, xs in (("", [x]), ("multi ", [x, x])):
+                label = f"blockwise {block} {multi}{side} {name}"
+                add(label, num + num * 4 / per_scale, "cast_with_scales", xs, fp8, granularity=kind, **copy)
+        for (side, (num, copy)), square in itertools.product(_COPIES.items(), (False, True)):
+            how, block = {"granularity": "block_1x32", "square": square, **copy}, "32x32" if square else "1x32"
+            add(f"mxfp8 {block} {side} {name}", num + num / MX_BLOCK, "cast_with_scales", [x], fp8, **how)
         add(f"cast_batch_amax {name}", 1, "cast", [batch], [scales], fp8, with_amax=True)
-        add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, rowwise=False, columnwise=True)
+        add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, **_COPIES["columnwise"][1])
         add(f"cast_transpose_batch_amax {name}", 2, "cast", [batch], [scales], fp8, columnwise=True, with_amax=True)
-        block = {"granularity": Granularity.BLOCK_128X128.value}
-        add(f"batch 128x128 both {name}", 2, "cast_with_scales", [batch], fp8, **block, columnwise=True)
-        lines = f"cast_lines_rowwise batch both {name}"
-        add(lines, 2, "cast_with_scales", [batch], fp8, granularity="row_wise", columnwise=True)
-        found[lines] = found[lines]._replace(position=1)  # the amaxes come first
+        add(f"batch 128x128 both {name}", 2, "cast_with_scales", [batch], fp8, granularity="block_128x128", columnwise=True)
+        lines = f"cast_lines_rowwise batch both {name}"  # the amaxes come first
+        add(lines, 2, "cast_with_scales", [batch], fp8, granularity="row_wise", columnwise=True, position=1)
         found["amax_rowwise batch both"] = found[lines]._replace(position=0, store_bytes=0)
-        cast = "cast_columns", x, fp8
-        add_columns(f"columns 1x128 {name}", BLOCK, 1, 2, 1 + 4 / BLOCK, *cast, granularity="block_1x128")
+        add_columns(f"columns 1x128 {name}", BLOCK, 1 + 4 / BLOCK, "cast_columns", x, fp8, granularity="block_1x128")
         both = {"granularity": "block_1x128", "rowwise": True}
-        add_columns(f"columns 1x128 and rows {name}", BLOCK, 1, 2, 2 + 8 / BLOCK, *cast, **both)
-        add_columns(f"columns rowwise {name}", GEMM_ALIGNMENT, 2, 2, 1, *cast, granularity="row_wise")
-    add_columns("columns moved", GEMM_ALIGNMENT, 1, 1, 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3))
-
-
-def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
-    """The two passes of the rowwise casts, of one matrix and of its halves."""
-    halves = list(x.tensor_split(2))
-    for kind, (rowwise, columnwise) in {"rows": (True, False), "columns": (False, True), "both": (True, True)}.items():
-        lines = {"rowwise": rowwise, "columnwise": columnwise}
-        for how, xs in (("", [x]), ("multi ", halves)):
-            add(f"amax_rowwise {how}{kind}", 0, "amax_rowwise", xs, **lines)
-            amaxes = torch.ones(sum(m.shape[0] * rowwise + m.shape[1] * columnwise for m in xs), device=x.device)
-            for name, fp8 in _FP8:  # few programs store scales
-                label = f"cast_lines_rowwise {how}{kind} {name}"
-                add(label, rowwise + columnwise, "cast_lines_rowwise", xs, amaxes, fp8, **lines)
+        add_columns(f"columns 1x128 and rows {name}", BLOCK, 2 + 8 / BLOCK, "cast_columns", x, fp8, **both)
+        add_columns(f"columns rowwise {name}", GEMM_ALIGNMENT, 1, "cast_columns", x, fp8, granularity="row_wise", position=2)
+        if fp8 == E4M3:
+            add_columns("columns moved", GEMM_ALIGNMENT, 1, "transposed_copy", bytes_of_fp8, load_bytes=1)
+    for (kind, (rowwise, columnwise)), (how, xs) in itertools.product(
+        _LINES.items(), (("", [x]), ("multi ", list(x.tensor_split(2))))
+    ):
+        sides = {"rowwise": rowwise, "columnwise": columnwise}
+        add(f"amax_rowwise {how}{kind}", 0, "amax_rowwise", xs, **sides)
+        amaxes = torch.ones(sum(m.shape[0] * rowwise + m.shape[1] * columnwise for m in xs), device=on)
+        for name, fp8 in _FP8:  # few programs store scales
+            add(f"cast_lines_rowwise {how}{kind} {name}", rowwise + columnwise, "cast_lines_rowwise", xs, amaxes, fp8, **sides)
+    return found
 
 
 def _same(results: object, expected: object) -> bool:

@@ -1,8 +1,6 @@
 """What every benchmark relies on: gates that fail, failures that cost one row, records, turns and clocks."""
 
-import contextlib
 import copy
-import datetime
 import json
 import os
 import shutil
@@ -20,18 +18,15 @@ from benchmarks import (  # fmt: skip
     contestants,
     correctness,
     gemm_layer,
-    gpu_clocks,
     isolation,
     overhead,
     timing,
-    traffic,
     train_step,
     tune,
 )
 from benchmarks.correctness import Step, require_fp8, require_step, run_step
 from benchmarks.isolation import Bench
 from fp8pass import fp8_compile
-from lowering import hardware
 from tests.support.models import LlamaBlock
 
 BOUNDS = {"output_db": 18.0, "gradient_db": 12.0}
@@ -90,15 +85,6 @@ def test_a_wrong_step_is_not_timed(step, gradients, match):
     found = Step(expected.output, gradients(expected.gradients, dy)) if gradients else Step(x.detach(), expected.gradients)
     with pytest.raises(AssertionError, match=match):
         require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
-
-
-@pytest.mark.parametrize(("value", "passes"), [(0.0, True), (1e-5, True), (1e-2, False), (float("nan"), False)])
-def test_small_gradients_are_held_to_what_is_negligible(value, passes):
-    out = torch.randn(4)
-    expected = Step(out, {"large": torch.ones(4), "small": torch.full((4,), 1e-5)})
-    found = Step(out, {"large": torch.ones(4), "small": torch.full((4,), value)})
-    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match=r"SQNR of gradients.*\(small\)"):
-        require_step("two", expected, found, Bench(), **BOUNDS)
 
 
 def test_a_model_in_high_precision_is_not_timed_as_fp8(step):
@@ -250,32 +236,6 @@ def test_compile_time(tmp_path, monkeypatch):
     assert known[4]["4 blocks delayed"]["cold CPU s"] == 3.0
 
 
-@pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
-def test_traffic(tmp_path, monkeypatch):
-    """Without the baseline there is no ratio to it."""
-    real = traffic.contestants
-    monkeypatch.setattr(traffic, "contestants", lambda *a, **k: {"bf16": broken, "current": real(*a, **k)["current"]})
-    rows, failed = rows_of(traffic, tmp_path, monkeypatch, "--what", "block")
-    assert failed == {"bf16, 2048 rows": BROKEN}
-    assert rows["current, 2048 rows"]["MB"] > 0
-    assert "MB / bf16" not in rows["current, 2048 rows"]
-
-
-def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
-    """A benchmark is skipped where none of its parts can run."""
-
-    def skipped(bench):
-        raise common.SkipBenchmark("needs a wheel")
-
-    monkeypatch.setattr(sys, "argv", ["traffic", "--quick", "--out", str(tmp_path)])
-    common.main("traffic", {"one": skipped, "two": lambda bench: [{"what": "a", "MB": 1.0}]})
-    assert [path.name for path in tmp_path.glob("*.json")] == [f"traffic-two-{Bench().where}-quick.json"]
-    assert "traffic of one: skipped, needs a wheel" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exited:
-        common.main("traffic", {"one": skipped})
-    assert exited.value.code == common.SKIPPED
-
-
 def test_accuracy_keeps_rows_of_earlier_runs(tmp_path, monkeypatch):
     pytest.importorskip("rich")  # of the example whose model it trains
     from benchmarks import accuracy
@@ -334,21 +294,6 @@ def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeyp
     assert set(measured) == {(1, True, True), (2, True, False)}, "the two that are left"
 
 
-def test_a_cast_that_differs_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(casts, "_by_importance", lambda kernels: {"amax": kernels["amax"], "cast e4m3": kernels["cast e4m3"]})
-    same = iter([True, False])
-    monkeypatch.setattr(casts, "_same", lambda *results: next(same))
-    rows, failed = rows_of(casts, tmp_path, monkeypatch)
-    assert failed.keys() == {"cast e4m3 256x256"}
-    assert failed["cast e4m3 256x256"].startswith("AssertionError: not correct, so not timed")
-    assert rows["amax 256x256"]["of copy"] > 0
-
-
-def test_errors_in_words():
-    assert isolation.in_words(ValueError("first\n\n  second\nthird\nfourth")) == "ValueError: first | second | third"
-    assert isolation.in_words(AssertionError()) == "AssertionError"
-
-
 # -- records
 
 
@@ -378,31 +323,6 @@ def in_turns(functions, bench=None, **options):
     return timing.in_turns(functions, CPU, bench or Bench(), lambda label: f"turn {label}", **options)
 
 
-def test_contestants_take_turns():
-    calls: list[str] = []
-    times = in_turns({name: (lambda name=name: calls.append(name)) for name in "ab"}, repeat=4)
-    assert "".join(calls) == "aaabbb" + "abab" * 2 + "aaabbb" + "aabb" * timing.WINDOWS
-    assert all(t.ms >= 0 and t.back_to_back_ms >= 0 for t in times.values())
-
-
-def test_each_contestant_runs_back_to_back_for_so_many_seconds(monkeypatch):
-    """Whatever a call takes; but for those whose seconds are given."""
-    clock, calls, lengths = [0.0], [], {"quick": 1e-3, "slow": 0.1, "copy": 1e-3}
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-
-    def call(name):
-        calls.append(name)
-        clock[0] += lengths[name]
-
-    steady = dict.fromkeys(("quick", "slow"), timing.STEADY_SECONDS)
-    times = in_turns({name: (lambda name=name: call(name)) for name in lengths}, repeat=1, seconds=steady)
-    assert timing.STEADY_SECONDS >= 2
-    for name, length in lengths.items():
-        assert times[name].back_to_back_ms == pytest.approx(1e3 * length)
-        assert calls.count(name) * length >= steady.get(name, 0)
-    assert calls.count("copy") < 20
-
-
 @pytest.mark.parametrize("last", [0, 6, 20], ids=["first call", "among single ones", "at the very end"])
 def test_a_contestant_that_fails_in_any_call_costs_one_row(last):
     counts, bench = dict.fromkeys("abc", 0), Bench()
@@ -417,26 +337,6 @@ def test_a_contestant_that_fails_in_any_call_costs_one_row(last):
     assert bench.failed == [{"what": "turn b", "failed": f"RuntimeError: call {last}"}]
     assert counts["b"] == last + 1
     assert counts["a"] == counts["c"] > 20
-
-
-def test_clocks_belong_to_contestants():
-    """Samples of a contestant's windows alone, by nvidia-smi's own times; what is no number is left out."""
-    sampler, day = gpu_clocks.Sampler(), datetime.datetime(2026, 11, 23, 10)
-    at = [day + datetime.timedelta(seconds=s) for s in range(6)]
-    sampler._windows = {"a": [(at[0], at[1]), (at[4], at[5])], "b": [(at[2], at[3])], "c": []}
-    samples = [
-        (0.5, "1980, 3201, 690.10, 60"),
-        (1.5, "100, 3201, 90.0, 30"),  # between two of them
-        (2.5, "1200, 3201, [N/A], 61"),
-        (4.2, "1755, 3201, 650.00, 62"),
-        (4.8, "1700, 3201, 640.00, 64"),
-    ]
-    lines = [f"{(day + datetime.timedelta(seconds=s)).strftime('%Y/%m/%d %H:%M:%S.%f')[:-3]}, {text}" for s, text in samples]
-    sampler.read("\n".join([*lines, "2026/11/23 10:00:04.9", "No devices were found"]))
-    assert sampler.medians == {
-        "a": {"SM MHz": 1755, "memory MHz": 3201, "W": 650, "°C": 62},
-        "b": {"SM MHz": 1200, "memory MHz": 3201, "°C": 61},
-    }
 
 
 def test_clocks_come_with_the_times(tmp_path, monkeypatch):

@@ -79,19 +79,6 @@ def test_everything_that_is_missing_is_named_what_is_fatal_first(monkeypatch):
     assert set(found[len(fatal) :]) == {(what, False) for what in (*preflight._OPTIONAL, "nvidia-smi", "a C++ compiler")}
 
 
-def test_what_torch_sees_in_the_place_of_a_gpu(monkeypatch):
-    wanted = "a CUDA device with FP8 tensor cores (compute capability 8.9 or newer): no kernel runs; "
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cuda, text in ((None, "sees no GPU: it is built without CUDA"), ("13.0", "sees no GPU")):
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert str(missing()[0]) == f"{wanted}torch {torch.__version__} {text}"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert str(missing()[0]) == f"{wanted}torch sees NVIDIA A100, compute capability 8.0"
-
-
 def run_gpu(monkeypatch, out, *options):
     monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(out), *options])
     with pytest.raises(SystemExit) as ended:
@@ -223,43 +210,11 @@ def test_sigterm_ends_what_was_started(tmp_path):
     assert not Path(f"/proc/{process}").exists()
 
 
-def test_a_run_that_is_cut_short_has_the_report_of_the_parts_before(tmp_path, monkeypatch):
-    def run_part(number, dry, out, groups):
-        if number == gpu.ORDER[1]:
-            raise KeyboardInterrupt
-        return [{"part": number, "command": "first", "status": 0, "seconds": 1.0}]
-
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    with pytest.raises(KeyboardInterrupt):
-        run_gpu(monkeypatch, tmp_path, "--cpu")
-    assert "| 0 | `first` | 0 | 1.0 |" in (tmp_path / "gpu-dry.md").read_text()
-
-
-def test_tests_leave_a_log_and_a_junit_file(tmp_path, monkeypatch):
-    assert f"--junitxml={tmp_path / 'part1.xml'}" in gpu._complete(gpu.PARTS[1].commands[0], tmp_path, "part1", ())
-    tests = tmp_path / "test_one.py"
-    tests.write_text("def test_right():\n    print('seen')\n\ndef test_wrong():\n    assert False\n")
-    find_spec = importlib.util.find_spec
-    ours = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", str(tests))
-    monkeypatch.setattr(gpu, "PARTS", {1: gpu.Part("tests", (ours,), ())})
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name))
-    (record,) = gpu.run_part(1, False, tmp_path)
-    assert record["status"] == 1
-    assert 'failures="1"' in (tmp_path / "part1.xml").read_text()
-    assert "1 failed, 1 passed" in (tmp_path / "part1.log").read_text()
-
-
 # -- figures beside estimates
 
 
 def write(path, rows, device="NVIDIA H200"):
     path.write_text(json.dumps({"machine": {"device": device}, "rows": rows}))
-
-
-def test_contestants_that_failed_are_named_in_the_summary(tmp_path):
-    write(tmp_path / "casts-gpu.json", [{"what": "a", "failed": "RuntimeError: x"}, {"what": "b", "ms": 1.0}])
-    assert gpu._failed(tmp_path, ["casts"], 0.0) == ["casts-gpu: a: RuntimeError: x"]
-    assert gpu._failed(tmp_path, ["casts"], 1e12) == [], "of another run"
 
 
 @pytest.fixture

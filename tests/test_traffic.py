@@ -3,15 +3,12 @@ once."""
 
 import functools
 import importlib.util
-import re
-from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 import torch
 
 from benchmarks import traffic
-from benchmarks.common import has_torchao
 from benchmarks.contestants import steady
 from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, Kernel, Report, capture, report
 from benchmarks.traffic import (
@@ -90,17 +87,6 @@ def test_launches_and_bytes(recipe):
     assert sum(k.is_gemm for r in reports for k in r.kernels) == GEMMS + 2
 
 
-def test_delayed_scaling_reads_every_quantized_tensor_once():
-    forward, backward = reports_of("delayed")
-    reads = Counter(name for k in forward.elementwise for name in k.reads)
-    weights = [f"primals_{i}" for i in (3, 4, 5, 6, 8, 9, 10)]
-    assert [reads[w] for w in weights] == [1] * 7
-    assert not any(w in k.reads for k in backward.elementwise for w in weights)
-    swiglu = [k for r in (forward, backward) for k in r.elementwise if _matrices(k, TOKENS * FFN)]
-    # Backward computes the activation again in the kernel of both gradients, and writes its columnwise copy there.
-    assert [len(_matrices(k, TOKENS * FFN)) for k in swiglu] == [1, 5]
-
-
 def _matrices(kernel, numel: int) -> list[str]:
     return [name for name, (dtype, n) in kernel.writes.items() if dtype in FP8_MAX and n == numel]
 
@@ -109,22 +95,6 @@ def test_high_precision_is_written_only_where_something_else_needs_it():
     forward, backward = reports_of("delayed")
     assert len(high_precision_matrices(forward)) == 1, "the block's output"
     assert len(high_precision_matrices(backward)) == 2, "the gradients of both residual sums"
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_weights_take_one_launch(recipe):
-    reports = reports_of(recipe)
-    launches = [casts_of_many(r.elementwise) for r in reports]
-    assert [len(found) for found in launches] == [1, 1], "the weights; the gradients of q, k and v"
-    calls = [
-        re.findall(r"ops\.lowering\.cast\.default\(\[(.*?)\], \[.*rowwise=(\w+), columnwise=(\w+)", r.code) for r in reports
-    ]
-    made = [[(len(re.findall(r"primals_|tangents_|getitem|buf", xs)), *copies) for xs, *copies in found] for found in calls]
-    of_many = [[m for m in found if m[0] > 1] for found in made]
-    assert of_many == [[(7, "True", "True")], [(3, "True", "True")]], "both copies of each"
-    forward, backward = ([k.name for k in r.elementwise if k.is_extern] for r in reports)
-    recorded = [k for k in forward + backward if "record" in k]
-    assert len(recorded) == (2 if recipe == "delayed" else 0), "one kernel per side records all amaxes"
 
 
 @pytest.mark.parametrize(
@@ -192,19 +162,6 @@ def test_a_measured_step_moves_little_more_and_others_run_the_code_they_always_r
     assert (calls == 0) == (recipe == "delayed"), "what is in memory is read by a kernel, once for both copies"
     assert [r.code for r in others] == [r.code for r in reports_of(recipe)]
     assert megabytes(reports_of(recipe)) < megabytes(measured) <= MEASURED_STEP * megabytes(reports_of(recipe))
-
-
-@pytest.mark.parametrize("rows", [TOKENS, 4096])
-def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows):
-    """The single casts, of attention's result and of the output's gradient, leave an amax per tile to the record."""
-    events = [event for _, found in graphs_of("delayed", rows) for event in found]
-    kernels = Counter(launch.kernel.__name__ for event in events for launch in event.launches)
-    assert not any("finish_amax" in name for name in kernels)
-    assert kernels["cast_kernel"] == kernels["cast_transpose_kernel"] - (rows == TOKENS) == 1
-    single = [e for e in events if e.name == "lowering::cast" and e.options.get("in_parts")]
-    assert len(single) == 2
-    records = [event for event in events if event.name == "lowering::record_amax" and event.options["in_parts"]]
-    assert len(records) == 2, "one on either side"
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
@@ -278,23 +235,6 @@ def test_the_activation_of_experts_is_written_in_blocks_alone():
 def test_no_wrapper_of_experts_waits_for_the_gpu(recipe):
     """The numbers of rows per expert stay there."""
     assert [r.host_waits for r in experts_of(recipe)] == [[], []]
-
-
-@needs_transformers
-@pytest.mark.skipif(not has_torchao(), reason="needs torchao")
-@pytest.mark.parametrize("recipe", EXPERT_BYTES)
-def test_less_than_torchaos_conversion(recipe):
-    """With weights and without, by the same count."""
-    with traffic.torchao_rowwise():
-        theirs = traffic.expert_traffic(_torchaos())
-    ours = traffic.expert_traffic(experts_of(recipe))
-    assert ours.num_bytes < theirs.num_bytes
-    assert ours.other_bytes < theirs.other_bytes
-
-
-@functools.cache
-def _torchaos() -> list[Report]:
-    return traffic.reports_of_experts(torch.compile, traffic.EXPERT_TOKENS)
 
 
 # -- values that are saved in FP8

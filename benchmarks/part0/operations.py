@@ -1,4 +1,4 @@
-"""Every registered operation against its reference, by the samples of `samples` and the kernels of `benchmarks.casts`."""
+"""Every registered operation against its reference, by the samples of `samples`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering  # noqa: F401 (registers the operations)
-from benchmarks.casts import hand_written
 from benchmarks.correctness import relative_error
 from benchmarks.part0.cases import Case, Found, skip_if, within
 from benchmarks.part0.samples import Sample, samples
@@ -18,9 +17,6 @@ from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.operation import NAMESPACE, Operation
 from lowering.products import Product
-
-#: Of the matrix that `hand_written` kernels cast.
-_SHAPE = (512, 768)
 
 
 def family_of(name: str) -> str:
@@ -38,16 +34,10 @@ def families() -> list[str]:
 
 def cases(family: str, on: torch.device) -> Iterator[Case]:
     """The cases of a group's operations. One without samples is a case that says so."""
-    variants = hand_written(torch.randn(_SHAPE, device=on, dtype=torch.bfloat16)) if family.startswith("casts") else {}
     for name, operation in NAMESPACE.operations.items():
         if family_of(name) != family:
             continue
-        found = [
-            Sample(f"kernel {label}", kernel.arguments, kernel.options)
-            for label, kernel in variants.items()
-            if kernel.operation == name
-        ]
-        found += samples(name, on)
+        found = samples(name, on)
         if not found:
             yield Case(f"{name}: no sample", functools.partial(_missing, name), name)
         for sample in found:

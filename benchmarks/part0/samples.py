@@ -1,7 +1,7 @@
 """Calls of every registered operation: what `operations` compares with the reference, on a GPU, in Triton's interpreter
 (tests/lowering/kernel_cases.py), and by opcheck.
 
-An operation without a sample here or in `benchmarks.casts` fails a test, and is a wrong case of part 0 on every machine.
+An operation without a sample here fails a test, and is a wrong case of part 0 on every machine.
 """
 
 from __future__ import annotations

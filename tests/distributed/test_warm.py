@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect
+from tests.distributed import models
 from tests.distributed.support import run_on_ranks
 from tests.support.models import ResidualMlp
 
@@ -61,10 +62,7 @@ def tensor_parallel(model, mesh):
 
 
 def simple_fsdp(model, mesh):
-    from tests.integrations.test_simple_fsdp import sharded
-
-    model = sharded(model)
-    return fp8_compile(model, "delayed"), model
+    return fp8_compile(models.simple_fsdp(model, mesh), "delayed"), model
 
 
 WAYS = {
@@ -106,8 +104,6 @@ def starts(rank, way, folder):
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_two_ranks_share_a_cache_and_hit_on_their_second_start(way, tmp_path):
-    if way == "SimpleFSDP":
-        pytest.importorskip("torchtitan", reason="its SimpleFSDP is tested")
     expected = WAYS[way][1]
     for first, second, is_equal, same_table in run_on_ranks(starts, 2, way, str(tmp_path), fresh=True):
         assert second == {expected}

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from benchmarks.cross_codegen import _as_on_gpu, _empty_like, _runs_kernels, capture, report
+from benchmarks.cross_codegen import _as_on_gpu, _empty_like, _runs_kernels
 from benchmarks.variants import recording
 from fp8pass import fp8_compile, inspect, rewrite_graph
 from fp8pass.errors import NotCompiledError, OptionError, RecipeError
@@ -205,57 +205,6 @@ def test_a_model_of_theirs_trains_as_with_fp8_compile(graph_trainer, recipe, nam
         saved = [n for n in run.rewritten.graph.graph.nodes if "scaled_mm" in str(n.target)]
         saved += [n for n in run.rewritten.graph.graph.nodes if "scaled_grouped_mm" in str(n.target)]
         assert len(saved) == num_quantized
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer, monkeypatch):
-    """It fuses, so it rounds less often: the numbers are close to those of the graph as it is."""
-    losses, prepared = {}, []
-    prepare = integration.prepare
-
-    def recorded(graph):
-        prepare(graph)
-        prepared.append({n.target for n in graph.nodes})
-
-    monkeypatch.setattr(integration, "prepare", recorded)
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
-    for way in ("regional", "full"):
-        register_fp8_pipeline("fp8_test", "current")
-        config, model = built("llama3")
-        trainer = trainer_of(graph_trainer, config, model, "fp8_test", compile_inductor_compilation=way)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            losses.setdefault(way, []).append(step_of(trainer, model, "fp8_test", step).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert sum(g.quantized for g in fp8_run(trainer).rewritten.inspect().gemms) == 15
-        assert len(prepared) == (way == "full")
-    assert {torch.ops.aten.sigmoid.default, torch.ops.lowering.cast.default} <= prepared[0], "what is prepared on GPUs"
-    assert losses["full"] == pytest.approx(losses["regional"], rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "casts"), [("delayed", 2), ("current", 2)])
-def test_their_full_inductor_generates_the_code_of_casts(graph_trainer, recipe, casts):
-    """On an H200: GEMMs are torch's, and no code before them can make the copies of weights and of attention's result."""
-    register_fp8_pipeline("fp8_test", recipe)
-    config, model = built("llama3")
-    trainer = trainer_of(graph_trainer, config, model, "fp8_test", compile_inductor_compilation="full")
-    with (
-        capture() as graphs,
-        mock.patch.object(integration, "register_lowerings", wraps=integration.register_lowerings) as registered,
-    ):
-        step_of(trainer, model, "fp8_test", 0)
-    assert registered.called, "this process may have compiled another model before"
-    (generated,) = report(graphs)
-    names = Counter(k.name for k in generated.kernels)
-    assert names["torch.ops.lowering.cast.default"] == casts
-    assert names["extern_kernels._scaled_mm"] == 15
-    assert not any("lowering.scaled_mm" in name for name in names)
-    assert generated.host_waits == []
 
 
 # -- our passes

@@ -1,7 +1,6 @@
 """Programs of frameworks, some of which change the model or train a part of it: losses and scales are as they have to be."""
 
 import copy
-import uuid
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.errors import Fp8FallbackWarning  # noqa: E402
-from fp8pass.integrations.transformers import Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, llama, losses_of, token_data, trainer_of  # noqa: E402
 from tests.support.numerics import sqnr  # noqa: E402
 
@@ -268,55 +266,6 @@ def test_a_backbone_that_is_frozen_at_first(tmp_path):
     view = state(modules[True])
     for name in view.tensors:
         assert view.amax_history(name)[1:].any(), name
-
-
-TRL = {  # trainer -> a row of its data
-    "SFT": lambda text: {"text": text},
-    "Reward": lambda text: {"prompt": text, "chosen": text[::-1], "rejected": text},
-    "DPO": lambda text: {"prompt": text, "chosen": text[::-1], "rejected": text},
-    "KTO": lambda text: {"prompt": text, "completion": text[::-1], "label": text > "w3"},
-}
-
-
-@pytest.mark.parametrize("kind", TRL)
-def test_trl(kind, tmp_path, monkeypatch):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    for name in ("generate_fingerprint", "update_fingerprint"):  # which pickle what pyarrow cannot pickle
-        monkeypatch.setattr(datasets.fingerprint, name, lambda *_: uuid.uuid4().hex)
-    monkeypatch.setattr(datasets.fingerprint.Hasher, "hash", classmethod(lambda *_: uuid.uuid4().hex))
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(VOCABULARY - 3)}}
-    tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    tokens.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
-    llama(2).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    text = [" ".join(f"w{(7 * i + j * j) % (VOCABULARY - 3)}" for j in range(6)) for i in range(32)]
-    rows = datasets.Dataset.from_list([TRL[kind](t) for t in text])
-    auto = transformers.AutoModelForSequenceClassification if kind == "Reward" else transformers.AutoModelForCausalLM
-    options = {"num_labels": 1, "pad_token_id": 0} if kind == "Reward" else {}
-    losses = {}
-    for fp8 in (False, True):
-        torch._dynamo.reset()
-        transformers.set_seed(0)
-        model = auto.from_pretrained(tmp_path / "model", **options)
-        args = getattr(trl, f"{kind}Config")(
-            str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1, max_steps=4,
-            per_device_train_batch_size=4, bf16=False, gradient_checkpointing=False,
-        )  # fmt: skip
-        own = [Fp8Callback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
-        given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": own}
-        trainer = getattr(trl, f"{kind}Trainer")(model, args=args, **given)
-        trainer.train()
-        losses[fp8] = losses_of(trainer)
-        if fp8:
-            assert trainer.model._compiled_call_impl.session.num_steps == 4
-            found = inspect(trainer.model)
-            assert {g.module for g in found.gemms if not g.quantized} <= {"score"}  # of rewards, which has one column
-            assert not found.ran_eagerly
-    assert losses[True] == pytest.approx(losses[False], rel=0.03)
 
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")

@@ -1,8 +1,6 @@
 """The finds of select="auto" in other people's models: routers and heads, and nothing else.
 
 What is a router and what a head is written down here, per model, by the names that its authors gave. fp8pass goes by structure.
-litgpt and torchtitan are no extras of this project: `pip install --no-deps litgpt torchtitan` (and for the latter spmd_types,
-tyro, docstring_parser) is enough here.
 """
 
 from typing import Any
@@ -12,7 +10,6 @@ import torch
 
 from fp8pass import fp8_compile, inspect
 from tests.support.cases import rest
-from tests.support.selection import kinds
 from tests.zoo.models import DEEPSEEK_V3, TORCH, TOWER, TRANSFORMERS, VOCABULARY, build
 
 transformers = pytest.importorskip("transformers")
@@ -116,31 +113,6 @@ def test_heads_of_causal_models(name):
     assert len(in_fp8) >= 3
     assert len(in_fp8) == 7 or name != "LlamaForCausalLM"
     assert thin <= ({"backbone.layers.0.mixer"} if has_scan else set())
-
-
-@pytest.mark.parametrize("scores", [None, 30.0], ids=["logits", "capped"])
-def test_the_head_of_litgpt_whose_loss_is_in_the_training_loop(scores):
-    litgpt = pytest.importorskip("litgpt")
-    config = litgpt.Config(
-        block_size=64, n_layer=2, n_embd=64, n_head=4, padded_vocab_size=96, intermediate_size=112, mlp_class_name="LLaMAMLP",
-        norm_class_name="RMSNorm", bias=False, final_logit_softcapping=scores,
-    )  # fmt: skip
-    found = kinds(litgpt.GPT(config), torch.randint(96, (2, 16)))
-    assert found.pop("lm_head") == "head"
-    assert len(found) == 10
-    assert set(found.values()) == {"fp8"}
-
-
-def test_the_head_of_torchtitans_llama3_whose_loss_is_in_the_training_loop():
-    llama3 = pytest.importorskip("torchtitan.models.llama3")
-    model = llama3._debugmodel("flex").build()
-    tokens, positions = torch.randint(2048, (1, 128)), torch.arange(128)[None]
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    with torch.no_grad():  # flex_attention has no backward on a CPU
-        compiled(tokens, positions, model.get_attention_masks(positions))
-    gemms = inspect(compiled).gemms
-    assert {g.module: g.reason.partition(":")[0] for g in gemms if not g.quantized} == {"lm_head": "head"}
-    assert len(gemms) == 31
 
 
 #: Model -> its options; the inputs besides tokens, or in their place.
