@@ -15,15 +15,13 @@ from torch import nn
 
 from fp8pass import (
     Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
     export_fp8,
     fp8_compile,
     inspect,
     state,
     state_dict_fp8,
 )
-from fp8pass.errors import InvariantError, OptionError, RecipeError, ReleasedWeightError, StaleWeightError
+from fp8pass.errors import InvariantError, ReleasedWeightError, StaleWeightError
 from fp8pass.recipes.engines import EngineCurrentScaling
 from fp8pass.rewrite.verify import verify
 from fp8pass.scales.exchanges import CHECKED_CALLS
@@ -542,32 +540,3 @@ def test_verification_asks_for_every_weight_of_a_group(engine):
         amaxes.update_arg(0, change(amaxes.args[0]))
         with pytest.raises(InvariantError, match=r"b has (primals|amax)"):
             verify(work.graph, work.plan, work.applied, work.known)
-
-
-# -- what is refused
-
-
-@pytest.mark.parametrize(
-    ("recipe", "engine", "why"),
-    [
-        ("delayed", "vllm", "takes no scales from earlier steps"),
-        ("current", "deepgemm", "no such online quantization"),
-        ("delayed", "vllm-per-tensor", "takes no scales from earlier steps"),
-        ("rowwise", "vllm-per-tensor", "Recipes: .current."),
-        ("mxfp8", "deepgemm", "no such online quantization"),
-        ("blockwise", "vllm", "use_f32_scales.*weights twice"),
-        ("rowwise", "deepgemm", "Recipes: 'blockwise'"),
-        ("blockwise", "hf", "a kernel that is not part of transformers"),
-        (Float8RowwiseScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
-        (Float8CurrentScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
-        (Float8CurrentScaling(use_power_2_scales=True), "vllm", "needs use_power_2_scales=False"),
-        (Float8BlockScaling(w_block_scaling_dim=1), "deepgemm", "match='deepgemm' needs w_block_scaling_dim=2"),
-    ],
-)
-def test_refusals(recipe, engine, why):
-    with pytest.raises(RecipeError, match=why):
-        fp8_compile(nn.Linear(64, 64), recipe, match=engine)
-    with pytest.raises(OptionError, match=r"match is 'vlm'. Did you mean 'vllm'"):
-        fp8_compile(nn.Linear(64, 64), "rowwise", match="vlm")
-    with pytest.raises(OptionError, match=r"min_speedup=1.0 and match='vllm'"):
-        fp8_compile(nn.Linear(64, 64), "rowwise", match="vllm", min_speedup=1.0)

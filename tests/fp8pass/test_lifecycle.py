@@ -172,30 +172,6 @@ def test_a_model_without_any_matmul():
     assert "No compiled graph has a matmul" in str(inspect(compiled))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "inducter"}, "Did you mean 'inductor'"),
-        ({"step": "automatic"}, "Did you mean 'auto'"),
-        ({"weight_copies": "saved"}, r"weight_copies is 'saved'. Did you mean 'save'\?"),
-        ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute', 'cache'"),
-        ({"weight_copies": 1}, "weight_copies is 1. Use one of"),
-        ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
-        ({"options": {"max_autotun": True}}, "max_autotun"),
-        ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
-        ({"options": "max_autotune"}, "options is 'max_autotune', a str; use a dict"),
-        ({"dynamic": "maybe"}, "dynamic is 'maybe'; use True, False or None"),
-        ({"fullgraph": "yes"}, "fullgraph is 'yes'; use True or False"),
-        ({"fullgraph": None}, "fullgraph is None; use True or False"),
-        ({"in_place": 1}, "in_place is 1; use True or False"),
-        ({"amax_reduction_group": "world"}, "amax_reduction_group is 'world', a str; pass a ProcessGroup"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        fp8_compile(mlp(), RECIPE, **options)
-
-
 def test_only_compiled_models_have_inspection_and_state():
     for look in (inspect, state):
         with pytest.raises(NotCompiledError, match="did not come from fp8_compile"):

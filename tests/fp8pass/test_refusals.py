@@ -1,11 +1,99 @@
-"""Requests of torch that a compiled model cannot meet are refused in one sentence that says what to do."""
+"""What is refused, in one sentence that says what to do: options of `fp8_compile`, and requests of torch that a compiled model
+cannot meet."""
 
 import pytest
 import torch
 
-from fp8pass import fp8_compile
-from fp8pass.errors import Fp8Error, UnsupportedError
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, fp8_compile
+from fp8pass.errors import Fp8Error, OptionError, RecipeError, RuleError, UnsupportedError
+from tests.support.cases import each
 from tests.support.models import mlp
+
+OPTIONS = [
+    ({"backend": "inducter"}, "Did you mean 'inductor'"),
+    ({"step": "automatic"}, "Did you mean 'auto'"),
+    ({"weight_copies": "saved"}, r"weight_copies is 'saved'. Did you mean 'save'\?"),
+    ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute', 'cache'"),
+    ({"weight_copies": 1}, "weight_copies is 1. Use one of"),
+    ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
+    ({"options": {"max_autotun": True}}, "max_autotun"),
+    ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
+    ({"options": "max_autotune"}, "options is 'max_autotune', a str; use a dict"),
+    ({"dynamic": "maybe"}, "dynamic is 'maybe'; use True, False or None"),
+    ({"fullgraph": "yes"}, "fullgraph is 'yes'; use True or False"),
+    ({"fullgraph": None}, "fullgraph is None; use True or False"),
+    ({"in_place": 1}, "in_place is 1; use True or False"),
+    ({"amax_reduction_group": "world"}, "amax_reduction_group is 'world', a str; pass a ProcessGroup"),
+    ({"select": "al"}, r"select is 'al'\. Did you mean 'all'"),
+    ({"strict": "yes"}, "strict is 'yes'"),
+    *(({"min_speedup": value}, "min_speedup") for value in [-1.0, 0.0, "fast", True, float("nan"), float("inf")]),
+    ({"release_frozen": True, "weight_copies": "save"}, r"release_frozen=True and weight_copies='save'.*use 'auto' or 'cache'"),
+    ({"release_frozen": True, "mode": "reduce-overhead"}, "CUDA graphs"),
+    ({"release_frozen": 1}, "release_frozen"),
+    ({"fsdp_gather": "fp8", "mode": "reduce-overhead"}, "fsdp_gather='fp8' with CUDA graphs"),
+    ({"fsdp_gather": "fp4"}, r"fsdp_gather is 'fp4'\. Did you mean 'fp8'"),
+    ({"saved_activations": "int8"}, "'int8'"),
+    ({"saved_activations": True}, "True"),
+    ({"recipe": None}, "saved_activations='fp8'"),
+    ({"recipe": None, "saved_activations": "fp8", "match": "vllm"}, "'vllm'"),
+    ({"recipe": "rowwise", "match": "vlm"}, r"match is 'vlm'. Did you mean 'vllm'"),
+    ({"recipe": "rowwise", "match": "vllm", "min_speedup": 1.0}, r"min_speedup=1.0 and match='vllm'"),
+]
+
+SAVED = "saved_activations='fp8'"
+RULES = [
+    *(({"rules": rules}, message) for rules, message in (
+        ({"a:outptu": None}, "Did you mean 'output'"),
+        ({"": None}, "not a module path"),
+        ({3: None}, "not a module path"),
+        ([("a", None)], "use a dict"),
+        ({"a": "curent"}, r"the rule 'a': no recipe is called 'curent'. Did you mean 'current'\?.*or None"),
+        ({"a": 3}, "the rule 'a': recipe is 3"),
+        ({"a": DelayedScaling}, r"the rule 'a': .*write DelayedScaling\(\)"),
+    )),
+    *(({"schedule": schedule}, message) for schedule, message in (
+        ([(1, {})], "schedule is a list; use a dict"),
+        ({0: {}}, "the step 0; use a positive int"),
+        ({-5: {}}, "the step -5"),
+        ({True: {}}, "the step True"),
+        ({"10": {}}, "the step '10'"),
+        ({10: None}, "at step 10: the rules are None; use a dict"),
+        ({10: {"*:wgrad": None}}, r"at step 10: .*grad_weight"),
+        ({10: {"a": "delayd"}}, "at step 10: the rule 'a': .*delayed"),
+    )),
+    ({"rules": {"*:saved": None}}, SAVED),
+    ({"schedule": {5: {"*:saved": None}}}, SAVED),
+    ({"saved_activations": "fp8", "rules": {"*:save": None}}, "'saved'"),
+]  # fmt: skip
+
+#: A recipe and an engine.
+MATCHES = [
+    ("delayed", "vllm", "takes no scales from earlier steps"),
+    ("current", "deepgemm", "no such online quantization"),
+    ("delayed", "vllm-per-tensor", "takes no scales from earlier steps"),
+    ("rowwise", "vllm-per-tensor", "Recipes: .current."),
+    ("mxfp8", "deepgemm", "no such online quantization"),
+    ("blockwise", "vllm", "use_f32_scales.*weights twice"),
+    ("rowwise", "deepgemm", "Recipes: 'blockwise'"),
+    ("blockwise", "hf", "a kernel that is not part of transformers"),
+    (Float8RowwiseScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
+    (Float8CurrentScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
+    (Float8CurrentScaling(use_power_2_scales=True), "vllm", "needs use_power_2_scales=False"),
+    (Float8BlockScaling(w_block_scaling_dim=1), "deepgemm", "match='deepgemm' needs w_block_scaling_dim=2"),
+]
+
+
+@each(
+    ("options", "message", "error"),
+    [
+        *((*row, OptionError) for row in OPTIONS),
+        *((*row, RuleError) for row in RULES),
+        *(({"recipe": recipe, "match": engine}, why, RecipeError) for recipe, engine, why in MATCHES),
+    ],
+)
+def test_options_that_make_no_sense(options, message, error):
+    with pytest.raises(error, match=message):
+        fp8_compile(mlp(), **{"recipe": "delayed"} | options)
 
 
 def make(**options):

@@ -278,24 +278,6 @@ def test_rules_that_one_graph_cannot_follow_change_nothing():
         planned.train(1)  # at once, and not at step 1000
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ([(1, {})], "schedule is a list; use a dict"),
-        ({0: {}}, "the step 0; use a positive int"),
-        ({-5: {}}, "the step -5"),
-        ({True: {}}, "the step True"),
-        ({"10": {}}, "the step '10'"),
-        ({10: None}, "at step 10: the rules are None; use a dict"),
-        ({10: {"*:wgrad": None}}, r"at step 10: .*grad_weight"),
-        ({10: {"a": "delayd"}}, "at step 10: the rule 'a': .*delayed"),
-    ],
-)
-def test_a_malformed_schedule_is_refused_at_once(schedule, message):
-    with pytest.raises(RuleError, match=message):
-        fp8_compile(make_model(), schedule=schedule)
-
-
 def test_bad_input_leaves_the_rules_as_they_were():
     run = Run(recipe="rowwise", match="vllm")
     run.train(1)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import lowering
@@ -60,29 +59,6 @@ def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
         actual = lowering.gemm_ready(*pair, granularity=ONE, columnwise=columnwise)
         expected = lowering.cast_blockwise(x, E4M3, granularity=ONE, columnwise=columnwise)
         assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("block", [(128, 1), (1, 64), (128,), (64, 64), 128])
-def test_other_blocks_are_rejected(block):
-    with pytest.raises(ValueError, match=r"block is \(?\d+.*use \(1, 128\) or \(128, 128\)"):
-        lowering.quantize_blockwise(torch.ones(4, 128), E4M3, block)
-
-
-def test_rejections_name_the_value_and_the_fix():
-    x = torch.ones(4, 128)
-    with pytest.raises(ValueError, match=r"float64.*convert it to"):
-        lowering.quantize_blockwise(x.double(), E4M3, (1, 128))
-    with pytest.raises(ValueError, match="not an FP8 dtype"):
-        lowering.quantize_blockwise(x, torch.float16, (1, 128))
-    with pytest.raises(ValueError, match=r"no dimensions.*reshape"):
-        lowering.quantize_blockwise(torch.ones(()), E4M3, (1, 128))
-    with pytest.raises(ValueError, match=r"granularity is 'tensor_wise'; use 'block_1x128' or 'block_128x128'"):
-        lowering.cast_blockwise(x, E4M3, granularity=Granularity.TENSOR_WISE)
-    with pytest.raises(ValueError, match=r"\(2, 2, 128\); flatten"):
-        lowering.cast_transpose_blockwise(torch.ones(2, 2, 128), E4M3, granularity=ONE)
-    q, scale_inv, *_ = lowering.compact_blockwise(x, E4M3, granularity=ONE)
-    with pytest.raises(ValueError, match=r"compact scales of this copy are float32 \(1, 128\)"):
-        lowering.gemm_ready(q, scale_inv, granularity=ONE, columnwise=True)
 
 
 def test_padding_of_scales_is_written(monkeypatch):

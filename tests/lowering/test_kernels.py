@@ -149,37 +149,6 @@ def test_a_result_is_written_over_its_sums_where_they_have_the_same_form(monkeyp
     assert (out is sums) is (dtype == torch.float32)
 
 
-@each(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(4, 4, dtype=torch.float64), torch.ones(()), kernel_cases.E4M3), "float64"),
-        ((torch.zeros(4), torch.ones(()), kernel_cases.E4M3), "matrix"),
-        ((torch.zeros(4, 4), torch.ones(2), kernel_cases.E4M3), "scale"),
-        ((torch.zeros(4, 4), torch.ones((), dtype=torch.float64), kernel_cases.E4M3), "scale"),
-        ((torch.zeros(4, 4), torch.ones(()), torch.float16), "not an FP8 dtype"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    x, scale, dtype = arguments
-    for options in ({}, {"columnwise": True}, {"with_amax": True}):
-        with pytest.raises(ValueError, match=message):
-            NAMESPACE.operations["cast"]([x], [scale], dtype, **options)
-
-
-def test_wrong_lists_are_refused():
-    x, one = torch.zeros(2, 2), torch.ones(())
-    for xs, scales, options, message in (
-        ([x] * 2, [one] * 3, {}, r"2 matrices need as many scales, got 3"),
-        ([], [], {}, "pass a matrix and ask for a copy"),
-        ([x], [one], {"rowwise": False}, "pass a matrix and ask for a copy"),
-        ([x] * 2, [one] * 2, {"with_amax": True, "in_parts": True}, "which is for one matrix"),
-        ([x], [one], {"in_parts": True}, "with_amax=True"),
-        ([torch.zeros(0, 2, 2)], [one], {}, "E at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NAMESPACE.operations["cast"](xs, scales, kernel_cases.E4M3, **options)
-
-
 @needs_triton
 @each("name", NAMESPACE.operations)
 def test_every_provider_has_the_signature_of_its_reference(name):
@@ -217,15 +186,6 @@ def test_number_of_launches():
         assert len(recorded(kernel(name), *arguments, **options)) == launches, name
     for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
         assert len(call.launches()) == 1, name
-
-
-@needs_triton
-@pytest.mark.parametrize("arch", [89, 90])
-def test_clearing_compiles_without_spills(arch):
-    from lowering.grouped.gemm_kernels import clear_rows_of_no_group
-
-    (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
-    assert compiled(launch, arch).used.stack == 0
 
 
 @needs_triton

@@ -253,33 +253,3 @@ def test_another_gpu_refuses():
             ),
         ):
             gemm.decided(Product(a, b.t(), scale, scale))
-
-
-def copy_of(outer: int, inner: int):
-    return cast([torch.ones(outer, inner)], E4M3)
-
-
-def test_refusals_name_the_value_and_the_fix():
-    x = torch.ones(4, 64)
-    q, scale = copy_of(4, 64)
-    codes = torch.zeros(4, 2, dtype=torch.uint8)
-    for call, message in (
-        (lambda: lowering.quantize_mxfp8(x.double(), E4M3), r"x is torch\.float64.*convert it to one of"),
-        (lambda: lowering.quantize_mxfp8(x, torch.float16), "is not an FP8 dtype"),
-        (lambda: lowering.quantize_mxfp8(torch.tensor(1.0), E4M3), r"reshape it to \(1,\)"),
-        (lambda: cast([x[0]], E4M3), r"x has shape \(64,\); flatten"),
-        (lambda: gemm_ready(q, codes.float()), "scale_inv is torch.float32"),
-        (
-            lambda: gemm_ready(q, codes[:3]),
-            r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)",
-        ),
-        (lambda: gemm_ready(q, codes, square=True), r"uint8 \(1, 2\)"),
-        (lambda: ops.scale_values_mxfp8(q, codes), r"scale is torch\.uint8 \(4, 2\).*expected contiguous"),
-        (lambda: multiplied(q, q, scale, scale), "do not multiply"),
-        (lambda: multiplied(q, q.t(), codes, scale), r"scale_inv_a is torch\.uint8 \(4, 2\).*expected contiguous"),
-        (lambda: multiplied(q, q.t(), scale, scale.view(torch.float8_e8m0fnu)), "scale_inv_b is torch.float8_e8m0"),
-        (lambda: multiplied(q, q.t(), scale, scale, torch.ones(3)), r"bias has shape \(3,\)"),
-        (lambda: multiplied(q, q.t(), scale, scale, out_dtype=E4M3), "out_dtype is"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

@@ -63,43 +63,6 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
             assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: lowering.quantize_rowwise(torch.ones(3, dtype=torch.float64), E4M3), "float64"),
-        (lambda: lowering.quantize_rowwise(torch.ones(3), torch.float16), "not an FP8 dtype"),
-        (lambda: lowering.quantize_rowwise(torch.ones(()), E4M3), r"reshape it to \(1,\)"),
-        (lambda: cast([torch.ones(2, 3, 4, 5)], E4M3), "reshape it to two dimensions"),
-        (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
-        (lambda: cast([torch.ones(2)], E4M3), "reshape it to two dimensions"),
-        (
-            lambda: cast([torch.ones(2)], E4M3, columnwise=True),
-            "reshape it to two dimensions",
-        ),
-        (
-            lambda: cast([torch.ones(2, 3)], E4M3, inverse="multiply"),
-            "with power_of_2=False",
-        ),
-        (
-            lambda: cast([torch.ones(2, 3)], E4M3, power_of_2=False, inverse="by"),
-            "one of 'multiply', 'divide'",
-        ),
-        (
-            lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),
-            "these matrices have 5 lines",
-        ),
-        (lambda: scaled_mm(*operands(4, 5, 6)[:2], torch.ones(4), torch.ones(6, 1)), r"pass float32 \(4, 1\)"),
-        (lambda: scaled_mm(*operands(4, 5, 6)[:2], torch.ones(()), torch.ones(1, 6)), r"pass float32 \(6, 1\)"),
-        (lambda: scaled_mm(*operands(4, 5, 6, (E5M2, E5M2))), "one operand to E4M3"),
-        (lambda: scaled_mm(*operands(4, 5, 6), torch.ones(4)), r"pass one of shape \(6,\)"),
-        (lambda: scaled_mm(*operands(4, 5, 6), out_dtype=torch.uint8), "float output"),
-    ],
-)
-def test_wrong_arguments_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 # -- the GEMM
 
 

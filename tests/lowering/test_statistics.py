@@ -255,17 +255,3 @@ def test_results_of_gemms():
     exact = (a @ b + bias).double().numpy()
     assert np.allclose(found[s.SQUARES], np.sum(exact**2), rtol=SUMS)
     assert np.allclose(found[s.ERRORS], 32 * 0.01**2, rtol=1e-3)
-
-
-def test_arguments_that_do_not_fit():
-    x, one = torch.ones(2, 2), torch.tensor(1.0)
-    with pytest.raises(ValueError, match="takes scale and scale_inv"):
-        op(x, E4M3, granularity="tensor_wise")
-    with pytest.raises(ValueError, match="computes its own scales"):
-        op(x, E4M3, one, one, granularity="row_wise")
-    with pytest.raises(ValueError, match="request one copy"):
-        op(x, E4M3, one, one, granularity="tensor_wise", columnwise=True)
-    with pytest.raises(ValueError, match="request a copy"):
-        op(x, E4M3, granularity="row_wise", rowwise=False)
-    with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        op(x[0], E4M3, one, one, granularity="tensor_wise")
