@@ -1,6 +1,5 @@
 """The runner: its list of passes, what it records of them, and what it leaves in logs and traces."""
 
-import contextlib
 import logging
 import pathlib
 import re
@@ -13,8 +12,7 @@ from torch._logging._internal import trace_log
 import fp8pass
 from fp8pass import fp8_compile, inspect
 from fp8pass.rewrite import runner
-from fp8pass.rewrite.runner import PASSES, rewrite, without
-from tests.support.copies import casts_by
+from fp8pass.rewrite.runner import PASSES, rewrite
 from tests.support.joint import Joint, trace
 from tests.support.models import LlamaBlock, mlp
 
@@ -45,30 +43,6 @@ def test_records_of_the_passes_and_copies_of_the_graphs():
     assert "aten.gelu.default" not in applied, "what stays as it was is left out"
     assert lines(result.before.restore()) == old
     assert lines(result.after.restore()) == lines(joint.graph) != old
-
-
-def test_which_passes_can_be_left_out():
-    assert set(NAMES) > runner.OPTIONAL
-    assert NAMES.index("discover") < NAMES.index("plan GEMMs") < NAMES.index("apply") < NAMES.index("verify")
-    assert not runner.OPTIONAL & {"discover", "plan GEMMs", "plan casts", "apply"}, "without these there is no rewrite"
-    with without("plan launches"), without("verify", "merge gathers"):
-        result = run(trace(mlp(), torch.randn(16, 64)))
-    assert list(result.passes) == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]
-    assert not casts_by(torch.ops.lowering.cast.default, result.after.restore().nodes, many=True)
-    result = run(trace(mlp(), torch.randn(16, 64)))
-    assert list(result.passes) == NAMES, "only within the block"
-    with contextlib.suppress(KeyError), without("verify"):
-        raise KeyError
-    assert runner._left_out.get() == frozenset()
-
-
-@pytest.mark.parametrize("name", ["apply", "discover", "plan launch", ""])
-def test_passes_that_cannot_be_left_out(name):
-    with pytest.raises(
-        ValueError, match=f"'{name}' is not a pass that can be left out; those are fold elements, gather permuted rows"
-    ):
-        without("verify", name).__enter__()
-    assert runner._left_out.get() == frozenset()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])

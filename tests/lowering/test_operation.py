@@ -80,6 +80,11 @@ def test_a_call_checks_its_arguments_once():
         assert raised.value.__context__ is None
     with pytest.raises(ValueError, match="x is 'x'; pass a tensor"):
         operation("x")
+    assert operation.overload(torch.ones(3, device="meta"), 0.0).shape == (3,), "nothing is checked in tracing"
+    with pytest.raises(TypeError, match=r"the check .*check of .* requests x, factor; its arguments are total"):
+        define(raise_to, mutates=["total"], checks=[check])
+    with pytest.raises(TypeError, match=r"`indexed` of .* requests scale; its arguments are x, weight, offset"):
+        define(weighted, indexed=["scale"])
 
 
 def test_operations_in_place_need_no_fake():
@@ -163,24 +168,6 @@ def test_a_lazy_provider_is_imported_when_it_is_needed(monkeypatch):
         operation(torch.ones(2))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert operation(torch.zeros(2)).tolist() == [1.0, 1.0]
-
-
-def check_factor(factor: float) -> None:
-    if factor < 0:
-        raise ValueError(f"factor is {factor}")
-
-
-def test_checks_run_before_the_computation_but_not_in_tracing():
-    operation = defined(checks=[check_factor])
-    assert operation(torch.ones(1)).item() == 2.0
-    for function in (operation, operation.overload):
-        with pytest.raises(ValueError, match="factor is -1"):
-            function(torch.ones(1), -1.0)
-    assert operation.overload(torch.ones(3, device="meta"), -1.0).shape == (3,)
-    with pytest.raises(TypeError, match=r"the check check_factor of .* requests factor"):
-        define(raise_to, mutates=["total"], checks=[check_factor])
-    with pytest.raises(TypeError, match=r"`indexed` of .* requests scale; its arguments are x, weight, offset"):
-        define(weighted, indexed=["scale"])
 
 
 def test_the_step_boundary_of_the_cpu_is_the_providers():

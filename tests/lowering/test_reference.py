@@ -13,7 +13,7 @@ from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
 from lowering.state import update_scales_on_cpu
 from lowering.tensorwise import reference
 from tests.support.cases import each
-from tests.support.fp8 import VALUES, codes_of
+from tests.support.fp8 import codes_of
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -89,15 +89,6 @@ def test_every_bfloat16_value_is_cast_as_the_oracle_says(dtype, scale):
     assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.float().numpy(), scale, dtype))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_ties_go_to_the_even_code(dtype):
-    values = torch.from_numpy(VALUES[dtype])
-    ties = ((values[1:] + values[:-1]) / 2).float()
-    expected = torch.tensor([c + c % 2 for c in range(len(ties))], dtype=torch.uint8)
-    assert torch.equal(bits(reference.quantize(ties, torch.tensor(1.0), dtype)), expected)
-    assert torch.equal(bits(reference.quantize(-ties, torch.tensor(1.0), dtype)), expected | 0x80)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=40),
@@ -107,16 +98,6 @@ def test_ties_go_to_the_even_code(dtype):
 def test_any_float32_value_is_cast_as_the_oracle_says(values, scale, dtype):
     x = torch.tensor(values, dtype=torch.float32)
     assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.numpy(), scale, dtype))
-
-
-def test_a_finite_overflow_saturates_and_infinity_stays_visible():
-    x = torch.tensor([3e38, -3e38, 61440.0, torch.inf, -torch.inf, torch.nan])
-    e4m3 = reference.quantize(x, torch.tensor(100.0), E4M3).float()
-    assert e4m3[:3].tolist() == [448.0, -448.0, 448.0]
-    assert e4m3[3:].isnan().all()
-    e5m2 = reference.quantize(x, torch.tensor(100.0), E5M2).float()
-    assert e5m2[:5].tolist() == [57344.0, -57344.0, 57344.0, math.inf, -math.inf]
-    assert e5m2[5].isnan()
 
 
 @pytest.mark.parametrize(

@@ -392,16 +392,6 @@ def test_logits_of_transformers_fp8_linear(tmp_path, monkeypatch):
         assert torch.equal(compiled(input_ids=tokens).logits, theirs)
 
 
-def test_tied_embeddings_load(tmp_path):
-    compiled, _ = trained(ragged(tie_word_embeddings=True), "current")
-    export_fp8(compiled, tmp_path)
-    names = [name for name, _ in state_dict_fp8(compiled)]
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-    found = loaded(tmp_path, "compressed-tensors")
-    assert found.lm_head.weight is found.model.embed_tokens.weight
-
-
 def test_sizes_of_llama_3_8b():
     """At most 0.57 of bfloat16's bytes: by the sizes of meta tensors."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 2, "head_dim": 128}
