@@ -35,7 +35,7 @@ TENSOR, LINE, MX, ONE, TWO = Granularity
 #: Kinds of scales that meet in a GEMM of groups: rows by experts, groups of columns, matrices of batches.
 ROWS_BY_EXPERTS = [(TENSOR, TENSOR), (LINE, LINE), (LINE, TENSOR), (TENSOR, LINE), (ONE, ONE), (ONE, TWO)]
 COLUMNS = [(TENSOR, TENSOR), (LINE, LINE), (ONE, ONE)]
-STACKS = [*ROWS_BY_EXPERTS, (TWO, ONE)]
+FORMS = {"rows by experts": ROWS_BY_EXPERTS, "stacks": [*ROWS_BY_EXPERTS, (TWO, ONE)], "columns": COLUMNS}
 DENSE = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
 
 
@@ -267,12 +267,9 @@ def gemms() -> Iterator[tuple[str, Call]]:
         for formats in _FORMATS:
             yield _dense(pair, rows, k, formats, next(turns))
     for rows, n, k in itertools.product((48, 256), (192, 512), (256, 208)):
-        for pair in ROWS_BY_EXPERTS:
-            yield from _of_experts(pair, rows, n, k, turns)
-        for pair in STACKS:
-            yield from _of_stacks(pair, rows, n, k, turns)
-        for pair in COLUMNS if k == 256 else []:
-            yield from _of_columns(pair, rows, n, turns)
+        for form, pairs in FORMS.items():
+            for pair in pairs if form != "columns" or k == 256 else []:
+                yield from _of_groups(form, pair, rows, n, k, turns)
 
 
 def _dense(
@@ -291,46 +288,23 @@ def _dense(
     return f"dense GEMM {_in_words(pair, formats, out_dtype, has_bias)} {m}x{n}x{k}", Call(multiply, (given,), {})
 
 
-def _of_experts(pair: Any, rows: int, n: int, k: int, turns: Iterator[Any]) -> Iterator[tuple[str, Call]]:
-    for fast_accum in _accumulations(pair):
+def _of_groups(form: str, pair: Any, rows: int, n: int, k: int, turns: Iterator[Any]) -> Iterator[tuple[str, Call]]:
+    """Columns of groups are at padded offsets: multiples of what a block along K is, or of 16. The tensor cores may add over
+    all of K, but not of blocks."""
+    for fast_accum in (False,) if pair[0].block else (False, True):
         formats, out_dtype, has_bias, groups = next(turns)
-        a, b = fp8(groups * rows, k, dtype=formats[0]), fp8(groups, n, k, dtype=formats[1]).mT
-        scales = factors_of(pair[0], groups * rows, k), factors_of(pair[1], n, k, groups)
-        offs = torch.empty(groups, dtype=torch.int32)
-        bias = torch.empty(groups, n, dtype=out_dtype) if has_bias else None
-        given = GroupedGemm(a, b, *scales, offs, bias, **_options(pair, out_dtype, fast_accum))
-        yield _grouped("rows by experts", (rows, n, k), given)
-
-
-def _of_stacks(pair: Any, rows: int, n: int, k: int, turns: Iterator[Any]) -> Iterator[tuple[str, Call]]:
-    for fast_accum in _accumulations(pair):
-        formats, out_dtype, has_bias, groups = next(turns)
-        a, b = fp8(groups, rows, k, dtype=formats[0]), fp8(groups, n, k, dtype=formats[1]).mT
-        scales = factors_of(pair[0], rows, k, groups), factors_of(pair[1], n, k, groups)
-        bias = torch.empty(groups, n, dtype=out_dtype) if has_bias else None
-        given = GroupedGemm(a, b, *scales, None, bias, **_options(pair, out_dtype, fast_accum))
-        yield _grouped("stacks", (rows, n, k), given)
-
-
-def _of_columns(pair: Any, rows: int, n: int, turns: Iterator[Any]) -> Iterator[tuple[str, Call]]:
-    """Groups at padded offsets, which are multiples of what a block along K is, or of 16."""
-    for fast_accum in _accumulations(pair):
-        formats, out_dtype, _, groups = next(turns)
-        width = padded_width(64 * groups, groups, alignment(pair[0]))
-        a, b = fp8(rows, width, dtype=formats[0]), fp8(n, width, dtype=formats[1]).t()
-        scales = [factors_of(pair[0], outer, width, groups if pair[0] is LINE else 0) for outer in (rows, n)]
-        offs = torch.empty(groups, dtype=torch.int32)
-        yield _grouped("columns", (rows, n, width), GroupedGemm(a, b, *scales, offs, **_options(pair, out_dtype, fast_accum)))
-
-
-def _accumulations(pair: tuple[Granularity, Granularity]) -> tuple[bool, ...]:
-    """Whether the tensor cores may add over all of K; of blocks they never do."""
-    return (False,) if pair[0].block else (False, True)
-
-
-def _options(pair: Any, out_dtype: torch.dtype, fast_accum: bool) -> dict[str, Any]:
-    kinds = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
-    return {**kinds, "out_dtype": out_dtype, "fast_accum": fast_accum}
+        is_columns, is_stacks = form == "columns", form == "stacks"
+        k = padded_width(64 * groups, groups, alignment(pair[0])) if is_columns else k
+        m = rows * groups if form == "rows by experts" else rows
+        a = fp8(*([groups] * is_stacks), m, k, dtype=formats[0])
+        b = fp8(*([groups] * (not is_columns)), n, k, dtype=formats[1]).mT
+        per_group = [groups if pair[0] is LINE else 0] * 2 if is_columns else [groups * is_stacks, groups]
+        scales = [factors_of(kind, outer, k, each) for kind, outer, each in zip(pair, (m, n), per_group, strict=True)]
+        offs = None if is_stacks else torch.empty(groups, dtype=torch.int32)
+        bias = torch.empty(groups, n, dtype=out_dtype) if has_bias and not is_columns else None
+        kinds = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
+        given = GroupedGemm(a, b, *scales, offs, bias, **kinds, out_dtype=out_dtype, fast_accum=fast_accum)
+        yield _grouped(form, (rows, n, k), given)
 
 
 def _grouped(what: str, sizes: tuple[int, ...], given: GroupedGemm) -> tuple[str, Call]:

@@ -5,7 +5,7 @@ the memory traffic of its kernels, and what it would launch.
 make-believe `cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what
 every kernel reads and writes. Nothing is launched, and inside `capture()` nothing is computed either: outputs are
 empty tensors of the right shape. `launched()` runs the generated wrapper on empty CPU tensors and records what it would launch:
-Triton kernels with their arguments, our operations' launches, and GEMMs, attention and the rest by their shapes.
+Triton kernels, our operations' launches, and GEMMs, attention and the rest by their shapes.
 
 NOTE [what is counted] The bytes of a kernel are Inductor's own count (`get_read_write_buffers_sizes`): each buffer
 once per kernel that touches it, hand-written kernels with all tensors they are given and return. It is a lower bound
@@ -18,7 +18,6 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
-import itertools
 import pathlib
 import re
 import types
@@ -75,7 +74,6 @@ class Kernel:
     name: str
     is_gemm: bool
     """True for a GEMM or attention."""
-    is_extern: bool
     num_bytes: int
     reads: frozenset[str]
     """Names of the buffers it reads from memory."""
@@ -292,7 +290,7 @@ def _kernel(node: Any) -> Kernel:
     writes = {name: (b.get_dtype(), int(b.get_numel())) for name, b in buffers.items()}
     given = {name: V.graph.graph_inputs[name] for name in reads if name in V.graph.graph_inputs}
     inputs = {name: tuple(int(size) for size in tensor.get_size()) for name, tensor in given.items()}
-    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes, inputs)
+    return Kernel(label, is_gemm, int(node.get_read_write_buffers_sizes()), reads, writes, inputs)
 
 
 # -- what the code would launch
@@ -319,12 +317,6 @@ class Event:
     """One launch of the wrapper, or one operation that it calls."""
 
     name: str
-    num_bytes: int
-    """Moved by it, as Inductor counts them; 0 for GEMMs and attention."""
-    generated: Any = None
-    """Inductor's kernel, if it is one."""
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of a generated kernel."""
     launches: tuple[Launch, ...] = ()
     """Launches of an operation with hand-written kernels."""
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
@@ -369,7 +361,7 @@ class _Empty(TorchDispatchMode):
             result = kwargs["out"] if "out" in kwargs else _shaped(func, args, kwargs)
         layouts = tuple((t.stride(), t.data_ptr() % 16) for t in tensors)
         options = {key: value for key, value in kwargs.items() if not isinstance(value, torch.Tensor)}
-        made = Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts, options=options, inner=inner)
+        made = Event(name, launches=tuple(launches), shapes=shapes, layouts=layouts, options=options, inner=inner)
         self.events.append(made)
         return result
 
@@ -381,7 +373,7 @@ def _besides_mxfp8s_gemm(args: Any, kwargs: Any, result: Any) -> tuple[Event, ..
     gemm = mock.patch.object(blockwise_by_mxfp8, "by_decision", return_value=result)
     with checked, gemm, _as_on_gpu(), recording(launches):
         NAMESPACE.operations["scaled_mm"].implementation(torch.device("cpu"))(*args, **kwargs)
-    return (Event("e8m0_scales", 0, launches=tuple(launches)),)
+    return (Event("e8m0_scales", launches=tuple(launches)),)
 
 
 def _runs_kernels(name: str) -> bool:
@@ -408,39 +400,18 @@ def _empty_like(x: Any) -> Any:
     return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
 
 
-def launched(captured: Capture, folder: pathlib.Path, gpu: Any = H200) -> Iterator[tuple[Report, list[Event]]]:
-    """Each of the captured graphs with its launches, which do not say what they move. `folder` receives the sources of the
-    generated kernels."""
-    for number, graph in enumerate(captured.graphs):
+def launched(captured: Capture, gpu: Any = H200) -> Iterator[tuple[Report, list[Event]]]:
+    """Each of the captured graphs with its launches."""
+    for graph in captured.graphs:
         (generated,) = report(Capture([graph]), gpu=gpu)
-        yield generated, _run(generated.code, [_empty_like(x) for x in graph[2]], folder, f"g{number}_", gpu)
+        yield generated, _run(generated.code, [_empty_like(x) for x in graph[2]])
 
 
-def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
-    """All launches of the captured graphs. `folder` receives the sources of the generated kernels."""
-    events = []
-    for generated, found in launched(captured, folder):
-        moved = iter([k for k in generated.kernels if not k.is_gemm])
-        for event in found:
-            counted = event.generated is not None or (event.name.startswith("lowering::") and "scaled_mm" not in event.name)
-            events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes) if counted else event)
-        left = list(moved)
-        assert not left, f"the wrapper of {generated.name} launched fewer kernels than were scheduled: {left}"
-    return events
-
-
-def _run(code: str, inputs: list[Any], folder: pathlib.Path, prefix: str, gpu: Any) -> list[Event]:
+def _run(code: str, inputs: list[Any]) -> list[Event]:
     events: list[Event] = []
-    counter = itertools.count()
 
     def triton_kernel(name: str, source: str, device_str: str) -> Any:
-        kernel = load_kernel(name, source, folder / f"{prefix}{next(counter)}.py", gpu)
-
-        def run(*args: Any, stream: int) -> None:
-            names = [n for n in kernel.fn.arg_names if n not in kernel.configs[0].kwargs]
-            events.append(Event(name, 0, kernel, dict(zip(names, args, strict=True))))
-
-        return types.SimpleNamespace(run=run)
+        return types.SimpleNamespace(run=lambda *args, stream: events.append(Event(name)))
 
     for theirs, ours in REPLACEMENTS.items():
         code = code.replace(theirs, ours)

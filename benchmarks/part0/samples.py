@@ -168,6 +168,7 @@ def _cast(on: torch.device) -> Iterator[Sample]:
 def _with_non_finite(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     x[0, 0], x[5, 7], x[-1, -1] = torch.inf, -torch.inf, torch.nan
+    x[1, ::3], x[2, ::2] = 0.0, -0.0
     return x
 
 
@@ -178,8 +179,9 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
     x = torch.randn(2, 3, 5, 7, device=on)
     views = {"permuted": x.permute(3, 0, 2, 1), "strided": x[:, ::2, 1:3], "one element": x[0, 0, 0, 0]}
-    for label, view in views.items():
-        yield Sample(label, (view, _scale(on), E5M2))
+    forms = {f"form {i}": form for i, form in enumerate(_forms(on))}
+    for (label, view), fp8 in itertools.product({**views, **forms}.items(), (E4M3, E5M2)):
+        yield Sample(f"{label}, {_short(fp8)}", (view, _scale(on), fp8))
 
 
 @_of("cast_with_scales")

@@ -53,7 +53,7 @@ def test_a_call_on_paper_compiles_what_the_call_launches():
             assert variants(on_paper(call.function, call.arguments, call.options)) == variants(call.launches()), name
 
 
-def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder: Any) -> tuple[list[Launch], list[Launch]]:
+def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str) -> tuple[list[Launch], list[Launch]]:
     torch._dynamo.reset()
     compiled = contestants((recipe,), with_peers=False)[recipe](model)
     with capture() as graphs:
@@ -61,7 +61,7 @@ def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder
         getattr(out, "logits", out).sum().backward()
     foreseen: list[Launch] = []
     found: list[Launch] = []
-    for generated, events in launched(graphs, folder):
+    for generated, events in launched(graphs):
         for function, _, _, args, options in generated.ahead:
             foreseen += on_paper(function, args, options)
         found += [launch for event in events for launch in event.launches]
@@ -70,30 +70,30 @@ def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder
 
 @needs_triton
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_block_launches_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
+def test_a_block_launches_what_was_compiled_ahead_and_nothing_else(recipe):
     model, x = block(256, 512, 4, 1, 256)
-    foreseen, found = foreseen_and_launched(model, x, recipe, tmp_path)
+    foreseen, found = foreseen_and_launched(model, x, recipe)
     assert len(found) >= 3
     assert variants(foreseen) == variants(found)
 
 
 @needs_triton
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_views_and_copies_are_foreseen(recipe, tmp_path):
+def test_views_and_copies_are_foreseen(recipe):
     """transformers' attention gives casts views of what it computes, some of which Inductor copies first."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=512, num_hidden_layers=1, **sizes)).bfloat16()
-    foreseen, found = foreseen_and_launched(model, torch.randint(0, 512, (2, 128)), recipe, tmp_path)
+    foreseen, found = foreseen_and_launched(model, torch.randint(0, 512, (2, 128)), recipe)
     assert len(found) >= 3
     assert variants(foreseen) == variants(found)
 
 
 @needs_triton
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "blockwise"])  # MXFP8 has no kernels for experts
-def test_experts_launch_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
+def test_experts_launch_what_was_compiled_ahead_and_nothing_else(recipe):
     model, x = MoE(256, 128).bfloat16(), torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
-    foreseen, found = foreseen_and_launched(model, x, recipe, tmp_path)
+    foreseen, found = foreseen_and_launched(model, x, recipe)
     assert any("stack" in each.kernel.__name__ or "columns" in each.kernel.__name__ for each in found)
     assert variants(foreseen) == variants(found)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.contestants import steady
-from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, capture, replay, report
+from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, capture, launched, report
 from fp8pass import Float8BlockScaling, fp8_compile
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
@@ -23,12 +23,17 @@ ops = torch.ops.lowering
 BF16 = torch.bfloat16
 
 
-def gemms(run: Callable[[], Any], folder) -> list[Event]:
-    """The FP8 GEMMs that the compiled code runs."""
+def events_of(run: Callable[[], Any]) -> list[Event]:
+    """What the compiled code launches."""
     torch._dynamo.reset()
     with capture() as graphs:
         run()
-    return [event for event in replay(graphs, folder) if event.name in LEGAL]
+    return [event for _, events in launched(graphs) for event in events]
+
+
+def gemms(run: Callable[[], Any]) -> list[Event]:
+    """The FP8 GEMMs among that."""
+    return [event for event in events_of(run) if event.name in LEGAL]
 
 
 def require_legal(event: Event) -> None:
@@ -81,7 +86,7 @@ def compiled(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> Call
 ONE = torch.ones(())
 
 
-def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
+def test_a_copy_that_inductor_would_lay_out_like_its_source():
     """`clone(permute(q))` is column-major unless someone asks for rows."""
 
     def function(x, w):
@@ -92,7 +97,7 @@ def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
         return ops.scaled_mm(a, b, ONE, ONE)
 
     x, w = torch.zeros(256, 512, dtype=BF16), torch.zeros(256, 128, dtype=BF16)
-    (event,) = gemms(compiled(function, x, w), tmp_path)
+    (event,) = gemms(compiled(function, x, w))
     assert [shape for _, shape in event.shapes[:2]] == [(512, 256), (256, 128)]
     require_legal(event)
 
@@ -108,38 +113,35 @@ def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
         ("row_wise", 0, 2),
     ],
 )
-def test_a_bias_that_begins_anywhere(tmp_path, kind, start, step):
+def test_a_bias_that_begins_anywhere(kind, start, step):
     def function(a, b, biases):
         bias = biases[start : start + 64 * step : step]
         return ops.scaled_mm(a, b.t(), ONE, ONE, bias, **both(kind))
 
     a, b = torch.zeros(32, 48, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3)
-    (event,) = gemms(compiled(function, a, b, torch.zeros(160, dtype=BF16)), tmp_path)
+    (event,) = gemms(compiled(function, a, b, torch.zeros(160, dtype=BF16)))
     assert event.shapes[4] == (BF16, (64,))
     require_legal(event)
 
 
-def test_a_bias_that_is_an_unaligned_input(tmp_path):
+def test_a_bias_that_is_an_unaligned_input():
     def function(a, b, bias):
         return ops.scaled_mm(a, b.t(), ONE, ONE, bias)
 
     a, b = torch.zeros(32, 48, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3)
     bias = torch.zeros(65, dtype=BF16)[1:]
-    torch._dynamo.reset()
-    with capture() as graphs:
-        compiled(function, a, b, bias)()
-    events = replay(graphs, tmp_path)
+    events = events_of(compiled(function, a, b, bias))
     (event,) = (e for e in events if e.name == "aten::_scaled_mm")
     assert events.index(event) == 1, "a kernel copies the bias first"
 
 
 @pytest.mark.parametrize("columns", [slice(0, 48), slice(16, 64), slice(8, 56)])
-def test_operands_within_wider_matrices(tmp_path, columns):
+def test_operands_within_wider_matrices(columns):
     def function(a, b):
         return ops.scaled_mm(a[:, columns], b[:, columns].t(), ONE, ONE)
 
     a, b = torch.zeros(32, 64, dtype=E4M3), torch.zeros(16, 72, dtype=E4M3)
-    (event,) = gemms(compiled(function, a, b), tmp_path)
+    (event,) = gemms(compiled(function, a, b))
     require_legal(event)
 
 
@@ -154,10 +156,10 @@ WHOLE, RAGGED = (256, 384, 4, 128), (192, 320, 3, 80)
         *((recipe, sizes, "lowering::scaled_mm") for recipe in ("blockwise", "mxfp8") for sizes in (WHOLE, RAGGED)),
     ],
 )
-def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
+def test_every_gemm_of_a_block(recipe, sizes, name):
     dim, ffn, heads, tokens = sizes
     model, x = LlamaBlock(dim, ffn, heads).bfloat16(), torch.zeros(1, tokens, dim, dtype=BF16, requires_grad=True)
-    events = gemms(lambda: fp8_compile(model, steady(recipe))(x).sum().backward(), tmp_path)
+    events = gemms(lambda: fp8_compile(model, steady(recipe))(x).sum().backward())
     assert [event.name for event in events] == 21 * [name]
     for event in events:
         LEGAL[name](event)
