@@ -1,6 +1,6 @@
 """The benchmarks that time or count, as far as this machine can run them, each in a process of its own.
 
-`--out FOLDER` takes the results. Estimates (`cost_model`), limits (`kernel_limits`) and losses (`accuracy`) have
+`--out FOLDER` takes the results. Estimates (`kernel_cost`, `cost_model`), limits (`kernel_limits`) and losses (`accuracy`) have
 commands of their own.
 """
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks import catalogue
 from benchmarks.catalogue import Configuration
 from benchmarks.common import main
+from benchmarks.cubin import dump
 from benchmarks.isolation import Bench, Row
 from benchmarks.variants import compile_launch
 from lowering.triton.limits import BY_CAPABILITY, Limits
@@ -63,20 +62,9 @@ class Used(NamedTuple):
         return [f"{number} {what} of {most}" for what, (number, most) in taken.items() if number > most]
 
 
-def resources(cubin: bytes) -> str:
-    """What Triton's `cuobjdump` says of them."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def used(compiled: Any) -> Used:
     """Read the resources of Triton's compiled kernel."""
-    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", resources(compiled.asm["cubin"]))
+    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", dump(compiled.asm["cubin"], "-res-usage"))
     metadata = compiled.metadata
     threads = 32 * metadata.num_warps
     most = min(REGISTERS_PER_THREAD, REGISTERS // threads, metadata.maxnreg or REGISTERS_PER_THREAD)

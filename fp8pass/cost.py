@@ -119,9 +119,9 @@ H200 = Device(
     row_wise_flops=0.9 * 1453.4e12,  # estimate: the H100's ratio
     blockwise_flops=1234e12,  # estimate: as on the H100
     mx_flops=None,
-    triton_flops=0.36 * 1979e12,  # estimate: from cubins, of the peak in NVIDIA's data sheet
+    triton_flops=0.36 * 1979e12,  # estimate: benchmarks.kernel_cost, of the peak in NVIDIA's data sheet
     memory_bandwidth=4.3e12,  # estimate: 0.9 of the published 4.8 TB/s; kernels on Hopper reach 0.82 to 0.92 of theirs
-    transpose_bandwidth=0.85 * 4.3e12,  # estimate: from cubins, casts to both copies at 0.82 to 0.92 of a copy
+    transpose_bandwidth=0.85 * 4.3e12,  # estimate: benchmarks.kernel_cost, casts to both copies at 0.82 to 0.92 of a copy
 )
 B200 = Device(
     name="NVIDIA B200",  # SXM

@@ -1,10 +1,97 @@
-"""Small models whose rewritten graphs `mutations.py` changes, each with what it shows."""
+"""The models whose rewritten graphs are compared between versions: real ones and small ones, each with what it shows.
+
+A case runs a model under one recipe and returns what `fp8_compile` returned, or None if the recipe has no such case. Only the
+public API is used, so that versions of the package can be compared.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from tests.support.models import Net
-from tests.support.moe import Experts, offsets
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    fp8_compile,
+    monitor,
+)
+from fp8pass.recipes import as_recipe
+from tests.emulation.cases import Ragged, Tiles
+from tests.support.models import LlamaBlock, Net, mlp
+from tests.support.moe import Experts, MoE, offsets
+from tests.zoo.models import MIXTURES, TORCH, TRANSFORMERS
+
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+
+Run = Callable[[str, bool], Any]
+"""(recipe, whether it trains) -> what `fp8_compile` returned, after its calls, or None."""
+
+
+def _call(compiled: Any, inputs: Any, trains: bool, select: Callable[[Any], torch.Tensor] = lambda out: out) -> Any:
+    with torch.set_grad_enabled(trains):
+        out = compiled(**inputs) if isinstance(inputs, dict) else compiled(*inputs)
+    if trains:
+        select(out).square().mean().backward()
+    return compiled
+
+
+def _compile(model: Any, recipe: Any, **options: Any) -> Any:
+    return fp8_compile(model, recipe, backend="aot_eager", **{"select": "all", **options})
+
+
+def _zoo(name: str, **options: Any) -> Run:
+    def run(recipe: str, trains: bool) -> Any:
+        case = {**TRANSFORMERS, **TORCH, **MIXTURES}[name]()
+        model, inputs = case.model, case.inputs
+        if name in MIXTURES:
+            assert isinstance(model, nn.Module)
+            model = model.bfloat16()  # of which alone torch traces grouped GEMMs
+        return _call(_compile(model, recipe, **options), inputs, trains, case.select)
+
+    return run
+
+
+def _own(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
+    def run(recipe: Any, trains: bool) -> Any:
+        model = build().to(dtype)
+        return _call(_compile(model, recipe, **options), (torch.randn(shape, dtype=dtype, requires_grad=trains),), trains)
+
+    return run
+
+
+def _under(run: Run, **changes: Any) -> Run:
+    """A model under a recipe with other options, where the recipe has them and takes them."""
+
+    def changed(name: Any, trains: bool) -> Any:
+        recipe: Any = as_recipe(name)
+        known = {field.name for field in dataclasses.fields(recipe)}
+        no_override = "backward_override" in changes and (name == "delayed" or name == "rowwise_with_gw_hp")
+        return run(dataclasses.replace(recipe, **changes), trains) if set(changes) <= known and not no_override else None
+
+    return changed
+
+
+def _only(recipe: Any, run: Run) -> Run:
+    """A model under one recipe with options of its own."""
+
+    def chosen(name: Any, trains: bool) -> Any:
+        return run(recipe, trains) if name == recipe.name else None
+
+    return chosen
+
+
+class _Checkpointed(LlamaBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Tied(nn.Module):
@@ -48,3 +135,174 @@ class SortedExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         offs = offsets((5, 0, 33, 17))
         return self.down(torch.tanh(self.up(x, offs)), offs)
+
+
+def _sequence_parallel(bias: bool, **options: Any) -> Run:
+    def run(recipe: str, trains: bool) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from tests.distributed.models import BATCH, TOKENS, seeded, tensor_parallel
+
+        model = seeded(bias=bias)
+        tensor_parallel(model, init_device_mesh("cpu", (2,)), sequence=True)
+        return _call(_compile(model, recipe, **options), (torch.zeros(BATCH, TOKENS, dtype=torch.long),), trains)
+
+    return run
+
+
+def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, model: Any = None, dtype: torch.dtype = torch.float32) -> Run:
+    def run(recipe: str, trains: bool) -> Any:
+        import torch.distributed as dist
+        from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+        class Gathering(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(shape[-1], 48) if model is None else model()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.inner(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
+
+        chosen = recipe_of_blockwise if recipe == "blockwise" and recipe_of_blockwise else recipe
+        compiled = _compile(Gathering().to(dtype), chosen)
+        return _call(compiled, (torch.randn(shape).to(dtype).requires_grad_(trains),), trains)
+
+    return run
+
+
+def _frozen(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
+    """A model whose first matrix and all vectors are frozen, called twice: what is cached is written, then read."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        model = build().to(dtype)
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(trains and i > 1 and p.dim() > 1)
+        compiled, x = _compile(model, recipe, **options), torch.randn(shape, dtype=dtype, requires_grad=trains)
+        _call(compiled, (x,), trains)
+        return _call(compiled, (x,), trains)
+
+    return run
+
+
+def _measured(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
+    """The graphs of a step that is measured."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        compiled, x = _compile(build(), recipe, **options), torch.randn(shape, requires_grad=trains)
+        monitor(compiled, every=1)
+        _call(compiled, (x,), trains)
+        return _call(compiled, (x,), trains)
+
+    return run
+
+
+def _fsdp(recipe_of_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
+    """Each layer sharded by FSDP2, gathered in FP8."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model, policy = recipe_of_model(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        compiled = _compile(model, recipe, fsdp_gather="fp8", **options)
+        return _call(compiled, (torch.randn(shape, requires_grad=trains),), trains)
+
+    return run
+
+
+def cases() -> dict[str, Run]:
+    """Every model that is dumped."""
+    odd = nn.Sequential(nn.Linear(50, 37), nn.GELU(), nn.Linear(37, 50))
+    rules = {"2:grad_weight": None, "2": "current", "0:output": "blockwise"}
+    found = {f"zoo-{name}": _zoo(name) for name in (*TORCH, *TRANSFORMERS, *MIXTURES)}
+    found |= {
+        "llama-bf16": _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16),
+        "llama-save": _own(LlamaBlock, 2, 64, 128, weight_copies="save"),
+        "llama-recompute": _own(LlamaBlock, 2, 64, 128, weight_copies="recompute"),
+        "llama-many-rows": _own(lambda: LlamaBlock(32, 48, 2), 1, 4096, 32),
+        "llama-checkpointed": _own(_Checkpointed, 2, 32, 128),
+        "mlp": _own(mlp, 16, 64),
+        "mlp-rules": _own(mlp, 16, 64, rules=rules),
+        "mlp-odd": _own(lambda: copy.deepcopy(odd), 33, 50),
+        "mlp-dynamic": _own(mlp, 24, 64, dynamic=True),
+        "tied": _own(Tied, 48, 32),
+        "ragged": _own(Ragged, 33, 50),
+        "tiles": _own(Tiles, 80, 192),
+        "parallel-sequence": _sequence_parallel(False),
+        "parallel-bias": _sequence_parallel(True),
+        "parallel-rule": _sequence_parallel(False, rules={"layers.*.up": None}),
+        "parallel-1d": _gathered(Float8BlockScaling(), 0, 128, 144),
+        "parallel-1d-3": _gathered(Float8BlockScaling(use_f32_scales=True), 1, 3, 128, 144),
+        "parallel-2d": _gathered(Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96),
+        "parallel-2d-bf16": _gathered(
+            Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96, dtype=torch.bfloat16
+        ),
+        "parallel-crossing": _gathered(Float8BlockScaling(), 0, 96, 144, dtype=torch.bfloat16),
+    }
+    bf16: Any = {"dtype": torch.bfloat16}
+    found |= {
+        "llama-auto": _own(LlamaBlock, 2, 64, 128, select="auto"),
+        "llama-min-speedup": _own(LlamaBlock, 2, 64, 128, select="auto", min_speedup=1.0),
+        "mlp-float16": _own(mlp, 16, 64, dtype=torch.float16),
+        "mlp-save": _own(mlp, 16, 64, weight_copies="save"),
+        "mlp-recompute": _own(mlp, 16, 64, weight_copies="recompute"),
+        "odd-recompute": _own(Ragged, 33, 50, weight_copies="recompute"),
+        "tied-recompute": _own(Tied, 48, 32, weight_copies="recompute"),
+        "batched": _own(Batched, 3, 16, 32),
+        "batched-bf16": _own(Batched, 3, 16, 32, **bf16),
+        "wide": _own(wide, 16, 48),
+        "moe": _own(MoE, 40, 64, **bf16),
+        "moe-auto": _own(MoE, 40, 64, select="auto", **bf16),
+        "moe-float32": _own(MoE, 40, 64),
+        "moe-odd": _own(lambda: MoE(56, 40, 3), 37, 56, **bf16),
+        "moe-save": _own(MoE, 40, 64, weight_copies="save", **bf16),
+        "moe-recompute": _own(MoE, 40, 64, weight_copies="recompute", **bf16),
+        "experts": _own(SortedExperts, 64, 48, **bf16),
+        "experts-odd": _own(lambda: SortedExperts(40, 24), 61, 40, **bf16),
+        "parallel-moe": _gathered(None, 0, 40, 64, model=MoE, dtype=torch.bfloat16),
+        "zoo-auto-qwen3_moe": _zoo("qwen3_moe", select="auto"),
+    }
+    overridden = {"llama-bf16", "mlp", "mlp-odd", "ragged", "tied", "batched", "moe", "experts"}
+    for choice in ("high_precision", "dequantized"):
+        found |= {f"{name}-{choice}": _under(found[name], backward_override=choice) for name in sorted(overridden)}
+    plain, ragged, block = found["mlp"], found["ragged"], found["llama-bf16"]
+    e4m3, hybrid = Format.E4M3, Format.HYBRID
+    found |= {
+        "ragged-power-of-2": _under(ragged, use_power_2_scales=True),
+        "ragged-any-scale": _under(ragged, use_power_2_scales=False),
+        "ragged-epsilon": _under(ragged, amax_epsilon=1e-3),
+        "ragged-e4m3": _under(ragged, fp8_format=e4m3),
+        "ragged-hybrid": _under(ragged, fp8_format=hybrid),
+        "mlp-fast": _under(plain, fast_accum_output=False, fast_accum_grad_input=True, fast_accum_grad_weight=True),
+        "mlp-from-one": _only(DelayedScaling(initial_scale="one", margin=2, amax_compute_algo="most_recent"), plain),
+        "mlp-current-all": _only(Float8CurrentScaling(use_power_2_scales=True, amax_epsilon=1e-4), plain),
+        "ragged-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True), ragged),
+        "llama-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=hybrid), block),
+        "moe-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True), found["moe"]),
+        "ragged-tiles": _only(Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), ragged),
+        "llama-vectors": _only(Float8BlockScaling(w_block_scaling_dim=1, use_f32_scales=True), block),
+        "llama-grad-tiles": _only(Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2), block),
+        "moe-vectors": _only(Float8BlockScaling(w_block_scaling_dim=1), found["moe"]),
+        "ragged-rows": _only(Float8RowwiseScaling(use_power_2_scales=False, high_precision_grad_weight=True), ragged),
+    }
+    found |= {
+        "frozen-cached": _frozen(mlp, 16, 64, weight_copies="cache"),
+        "frozen-auto": _frozen(mlp, 16, 64),
+        "frozen-released": _frozen(mlp, 16, 64, release_frozen=True, weight_copies="cache"),
+        "frozen-llama-released": _frozen(
+            LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, release_frozen=True, weight_copies="cache"
+        ),
+        "frozen-moe-cached": _frozen(MoE, 40, 64, dtype=torch.bfloat16, weight_copies="cache"),
+        "trained-cached": _own(mlp, 16, 64, weight_copies="cache"),
+        "ragged-cached": _frozen(Ragged, 33, 50, weight_copies="cache"),
+        "measured-mlp": _measured(mlp, 16, 64),
+        "measured-ragged": _measured(Ragged, 33, 50),
+        "measured-moe": _measured(lambda: MoE(32, 48, 3), 20, 32),
+        "parallel-fsdp": _fsdp(lambda: nn.Sequential(LlamaBlock(), LlamaBlock()), 2, 64, 128),
+        "parallel-fsdp-ragged": _fsdp(lambda: nn.Sequential(Ragged(), Ragged()), 33, 50),
+    }
+    for engine in ("vllm", "deepgemm", "vllm-per-tensor", "hf"):
+        found[f"engine-{engine}"] = _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, match=engine)
+    return found
