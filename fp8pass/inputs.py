@@ -12,7 +12,6 @@ passes and schemes look at. "first_step" is one: some history is empty. The usua
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
@@ -33,13 +32,13 @@ Measured = Literal["tensors", "products"]
 """The scope of a measured step: every quantized tensor; or also the result of every FP8 GEMM, which costs a GEMM each."""
 
 
-class Records(enum.Enum):
-    """The writes of a call into its inputs that count; others are lost."""
+Records = Literal["all", "backward", "nothing"]
+"""The writes of a call into its inputs that count; others are lost.
 
-    ALL = "all"  # Forward and backward, as in training.
-    BACKWARD = "backward"
-    """The backward alone: a recomputation, whose first run has counted. Equal to nothing in a call without gradients."""
-    NOTHING = "nothing"  # A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.clock`.
+- "all": forward and backward, as in training.
+- "backward": the backward alone, of a recomputation, whose first run has counted. Nothing in a call without gradients.
+- "nothing": a pass with gradients that is not training, NOTE [dry passes] in `fp8pass.runtime.clock`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,9 @@ tensors."""
 from __future__ import annotations
 
 import dataclasses
-import enum
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -32,12 +31,13 @@ class GemmKind:
     transposes: tuple[bool, bool] = (False, False)  # For each operand whether the operation reads its transpose.
 
 
-class Form(enum.Enum):
-    """The forms of a grouped GEMM, by the dimensions of its operands. E: groups, S: slots."""
+Form = Literal["rows", "sums", "batched"]
+"""The forms of a grouped GEMM. E: groups, S: slots.
 
-    ROWS = "2D x 3D"  # [S, K] x [E, K, N] -> [S, N]: the rows of each group are multiplied with a matrix of their own.
-    SUMS = "2D x 2D"  # [M, S] x [S, N] -> [E, M, N]: each group's part of the sum over slots.
-    BATCHED = "3D x 3D"  # [E, M, K] x [E, K, N] -> [E, M, N].
+- "rows": [S, K] x [E, K, N] -> [S, N], the rows of each group times a matrix of their own.
+- "sums": [M, S] x [S, N] -> [E, M, N], each group's part of the sum over slots.
+- "batched": [E, M, K] x [E, K, N] -> [E, M, N].
+"""
 
 
 _KINDS = {
@@ -150,8 +150,8 @@ def form_of(node: fx.Node) -> Form | None:
     dims = tuple(value_of(o).dim() for o in operands)
     has_offs = offs_of(node) is not None
     if dims == (3, 3):
-        return None if has_offs else Form.BATCHED
-    forms = {(2, 3): Form.ROWS, (2, 2): Form.SUMS}
+        return None if has_offs else "batched"
+    forms: dict[tuple[int, ...], Form] = {(2, 3): "rows", (2, 2): "sums"}
     return forms.get(dims) if has_offs and kind.is_grouped else None
 
 
@@ -196,7 +196,7 @@ def num_groups(node: fx.Node) -> Any:
     if form is None:
         return 1
     operands = operands_of(node)
-    return value_of(node if form is Form.SUMS else operands[1]).shape[0]
+    return value_of(node if form == "sums" else operands[1]).shape[0]
 
 
 def operand_positions(node: fx.Node) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from torch import fx
 
 from fp8pass.graph import origin
 from fp8pass.graph.gemms import (
-    Form,
     GemmSite,
     GraphContext,
     GraphInput,
@@ -206,10 +205,10 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
         offs = behind_aliases(offs)
         found = [
             resolve_rows(first, offs),
-            resolve_rows(second, offs) if form is Form.SUMS else resolve(second, is_batched=True),
+            resolve_rows(second, offs) if form == "sums" else resolve(second, is_batched=True),
         ]
     found = [(value, transposed != flip) for (value, transposed), flip in zip(found, kind.transposes, strict=True)]
-    is_right = {Form.ROWS: not found[0][1], Form.SUMS: found[0][1] and not found[1][1]}
+    is_right = {"rows": not found[0][1], "sums": found[0][1] and not found[1][1]}
     return found if form is None or is_right.get(form, True) else []
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import cost
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import is_gathered
-from fp8pass.graph.gemms import Form, is_attention, is_matmul
+from fp8pass.graph.gemms import is_attention, is_matmul
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.plan import Decision, HighPrecision, KeptWeight, Plan, Rewritten, read_dtype
 from fp8pass.schemes import scheme_of
@@ -67,20 +67,20 @@ def _of(
     # Of a grouped GEMM the rows of all products together, and the mean K.
     out_bytes = value.element_size()
     m, k = site.m, site.k
-    if site.form in (Form.BATCHED, Form.SUMS):
+    if site.form in ("batched", "sums"):
         m = site.groups * m
-    if site.form is Form.SUMS and isinstance(k, int):
+    if site.form == "sums" and isinstance(k, int):
         k = -(-k // site.groups)
     gemm = cost.GemmShape(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
     if isinstance(decision, HighPrecision):
-        in_groups = GemmPath.GROUPS if site.form in (Form.ROWS, Form.SUMS) else None
+        in_groups = GemmPath.GROUPS if site.form in ("rows", "sums") else None
         seconds = cost.gemm_seconds(gemm, device, "bf16", path=in_groups)
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
     reads = [cast for copy in decision.copies for cast in casts[copy.tensor]]
     fast_accum = decision.recipe.fast_accum(site.role)
     found = cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=paths.get(site.node))
-    bf16 = cost.gemm_seconds(gemm, device, "bf16") if site.form is Form.BATCHED else None  # torch.bmm, which is cuBLAS's
+    bf16 = cost.gemm_seconds(gemm, device, "bf16") if site.form == "batched" else None  # torch.bmm, which is cuBLAS's
     return found if found is None or bf16 is None else dataclasses.replace(found, bf16_seconds=bf16)
 
 

@@ -243,7 +243,7 @@ def _calls_of(module: nn.Module) -> set[str]:
 
 def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """One of Dynamo's graphs without regions: itself, unchanged, where it has none, else a copy."""
-    return _Writer({}).written(gm) if _has_region(gm) else gm
+    return _written(gm, {}) if _has_region(gm) else gm
 
 
 def _has_region(gm: fx.GraphModule) -> bool:
@@ -264,28 +264,17 @@ def _attribute(gm: fx.GraphModule, node: Any) -> Any:
 Moves = tuple[dict[Path, Path], ...]  # Maps of the places where code was traced to those where a call runs it, innermost first.
 
 
-class _Writer:
-    """A copy of a graph that is being written. Invariant: Dynamo's graphs do not change."""
+def _written(
+    gm: fx.GraphModule,
+    traced: dict[fx.GraphModule, list[Path | None]],
+    given: Sequence[Path | None] | None = None,
+    moves: Moves = (),
+) -> fx.GraphModule:
+    """A copy of a graph with its regions written out. traced: region -> where the arguments of its first call are in the model:
+    those with which it was traced. given: where its inputs were in the model, if they do not say so."""
+    graph, attributes = fx.Graph(), dict[str, Any]()
 
-    def __init__(self, traced: dict[fx.GraphModule, list[Path | None]]) -> None:
-        """traced: region -> where the arguments of its first call are in the model: those with which it was traced."""
-        self._traced = traced
-        self._graph = fx.Graph()
-        self._attributes: dict[str, Any] = {}
-
-    def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None, moves: Moves = ()) -> fx.GraphModule:
-        """Copy a graph with its regions written out. given: where its inputs were in the model, if they do not say so."""
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        copies: dict[fx.Node, Any] = {}
-        for node in placeholders:
-            copy = copies[node] = self._graph.node_copy(node)
-            copy._dynamo_source = getattr(node, "_dynamo_source", None)
-        places = dict(zip(placeholders, map(path_of, placeholders) if given is None else given, strict=True))
-        result = self._write(gm, copies, places, moves)
-        self._graph.output(result).meta.update(gm.graph.output_node().meta)
-        return _with_meta_of(gm, _make_graph_module(self._attributes, self._graph))
-
-    def _write(self, gm: fx.GraphModule, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves) -> Any:
+    def write(gm: fx.GraphModule, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves) -> Any:
         """Copy the nodes of a graph behind its inputs, and return its results. places: of its inputs, as it was traced."""
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "output") or (node.op == "get_attr" and all(map(_is_region, node.users))):
@@ -293,33 +282,47 @@ class _Writer:
             if _is_region(node):
                 name, _, *operands = node.args
                 values = [copies[x] if isinstance(x, fx.Node) else x for x in operands]
-                copies[node] = self._region(_attribute(gm, name), values, _places(operands, places), moves)
+                body, here = _attribute(gm, name), _places(operands, places)
+                first = traced.setdefault(body, here)
+                inputs = body.graph.find_nodes(op="placeholder")
+                given, there = (dict(zip(inputs, each, strict=True)) for each in (values, first))
+                copies[node] = write(body, given, there, (_moves(first, here), *moves))
             elif node.target is operator.getitem and isinstance(copies[node.args[0]], (tuple, list)):
                 copies[node] = copies[node.args[0]][node.args[1]]
             else:
-                copies[node] = copy = self._graph.node_copy(node, copies.__getitem__)
+                copies[node] = copy = graph.node_copy(node, copies.__getitem__)
                 _place(copy, moves)
                 if node.op == "get_attr":
-                    copy.target = f"attribute_{len(self._attributes)}"
-                    self._attributes[copy.target] = self._held(gm, node, places, moves)
+                    copy.target = f"attribute_{len(attributes)}"
+                    attributes[copy.target] = _held(gm, node, traced, places, moves)
         return fx.map_arg(gm.graph.output_node().args[0], copies.__getitem__)
 
-    def _region(self, body: fx.GraphModule, values: list[Any], given: list[Path | None], moves: Moves) -> Any:
-        """The results of one call."""
-        traced = self._traced.setdefault(body, given)
-        placeholders = body.graph.find_nodes(op="placeholder")
-        copies, places = (dict(zip(placeholders, each, strict=True)) for each in (values, traced))
-        return self._write(body, copies, places, (_moves(traced, given), *moves))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = {}
+    for node in placeholders:
+        copy = copies[node] = graph.node_copy(node)
+        copy._dynamo_source = getattr(node, "_dynamo_source", None)
+    places = dict(zip(placeholders, map(path_of, placeholders) if given is None else given, strict=True))
+    result = write(gm, copies, places, moves)
+    graph.output(result).meta.update(gm.graph.output_node().meta)
+    return _with_meta_of(gm, _make_graph_module(attributes, graph))
 
-    def _held(self, gm: fx.GraphModule, node: fx.Node, places: dict[fx.Node, Path | None], moves: Moves) -> Any:
-        """The attribute that a node reads: a graph without regions, if it is a graph."""
-        held = _attribute(gm, node)
-        if not isinstance(held, fx.GraphModule) or not (moves or _has_region(held)):
-            return held
-        operands = [x for x in next(iter(node.users)).args if isinstance(x, fx.Node) and x.op != "get_attr"]
-        num_inputs = len(held.graph.find_nodes(op="placeholder"))
-        given = _places(operands, places) if len(operands) == num_inputs else [None] * num_inputs
-        return _Writer(self._traced).written(held, given, moves)
+
+def _held(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    traced: dict[fx.GraphModule, list[Path | None]],
+    places: dict[fx.Node, Path | None],
+    moves: Moves,
+) -> Any:
+    """The attribute that a node reads: a graph without regions, if it is a graph."""
+    held = _attribute(gm, node)
+    if not isinstance(held, fx.GraphModule) or not (moves or _has_region(held)):
+        return held
+    operands = [x for x in next(iter(node.users)).args if isinstance(x, fx.Node) and x.op != "get_attr"]
+    num_inputs = len(held.graph.find_nodes(op="placeholder"))
+    given = _places(operands, places) if len(operands) == num_inputs else [None] * num_inputs
+    return _written(held, traced, given, moves)
 
 
 def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list[Path | None]:

@@ -289,7 +289,7 @@ class DynamoGraph:
             if not quiet.is_read:
                 return self._usual.function(*(args + self._usual.unread))
             if not (variants := quiet.variants()):
-                return self._usual.function(*(args + tuple(quiet.tensors(args, Records.BACKWARD, variants))))
+                return self._usual.function(*(args + tuple(quiet.tensors(args, "backward", variants))))
         if self.has_break:
             session.weights.note_break()
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
@@ -381,10 +381,10 @@ class DynamoGraph:
     ) -> Any:
         """A call that is no recomputation. trains: whether gradients are wanted. is_dry: whether it is part of a dry pass."""
         may_record = trains and instance.records
-        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
+        records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         variants = instance.variants() if instance.is_read else USUAL
         if may_be_checkpointed(self._other_args(args)):
-            run = FirstRun(instance.remembered(variants), records is Records.ALL, variants, graph.key, trains, is_dry)
+            run = FirstRun(instance.remembered(variants), records == "all", variants, graph.key, trains, is_dry)
             session.first_runs.add(args, instance.identity, run)
         session.clock.recorded |= trains and not is_dry
         result = self._call(graph, instance, args, records, variants) if instance.is_read else _call_unread(graph, args)
@@ -399,7 +399,7 @@ class DynamoGraph:
         # A block that a user's autograd.Function recomputes of what it reconstructs has no first run that could have recorded.
         may_record = instance.records and (trains if first is None else not first.recorded)
         is_dry |= first is not None and first.is_dry
-        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
+        records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         if not is_dry:
             session.clock.recorded |= may_record
             session.clock.note_backward()
@@ -408,7 +408,7 @@ class DynamoGraph:
             variants |= first.variants
         if is_checkpointed_again(self._other_args(args)):
             remembered = instance.remembered(variants) if first is None else first.remembered
-            recorded = records is Records.ALL or (first is not None and first.recorded)
+            recorded = records == "all" or (first is not None and first.recorded)
             run = FirstRun(remembered, recorded, variants, graph.key, trains, is_dry)
             session.first_runs.add(args, instance.identity, run)
         if not instance.is_read:

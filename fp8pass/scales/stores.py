@@ -314,7 +314,7 @@ class BoundState(BoundInputs):
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
     ) -> list[torch.Tensor]:
         """The four inputs per store. Amaxes that do not count go to a scratch row."""
-        if records is Records.BACKWARD and remembered is None:
+        if records == "backward" and remembered is None:
             self._num_unrecorded += 1
             if self._num_unrecorded == 1 or is_checked(self._num_unrecorded):
                 with self._all.lock:
@@ -323,7 +323,7 @@ class BoundState(BoundInputs):
         scales = None if remembered is None else {s: s.grown(scale) for s, scale in remembered.items()}
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in self._stores}
-            if records is Records.ALL:
+            if records == "all":
                 for store, names in zip(self._stores, self._names, strict=True):
                     store.started.update(names)
         found: list[torch.Tensor] = []
@@ -331,8 +331,8 @@ class BoundState(BoundInputs):
             scale, scratch = window.scale, window.scratch
             if scales is not None:
                 scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
-            amax = window.amax if records is Records.ALL else scratch
-            grad_amax = scratch if records is Records.NOTHING else window.amax
+            amax = window.amax if records == "all" else scratch
+            grad_amax = scratch if records == "nothing" else window.amax
             if torch.is_grad_enabled():
                 # `.data` gives each call version counters of its own: the boundary may change the state before the backward.
                 scale, amax, grad_amax = scale.data, amax.data, grad_amax.data

@@ -89,7 +89,7 @@ class RewrittenGraph:
         them; `state.step()` makes the next scales of these, in place."""
         variants, trains = self._variants(), self._compiled.trains
         self._session.clock.recorded |= trains and any(inputs.is_read for inputs in self._bound)
-        records = Records.ALL if trains else Records.BACKWARD
+        records: Records = "all" if trains else "backward"
         return [x for inputs in self._bound for x in inputs.tensors((), records, variants, None)]
 
     def __call__(self, *args: Any) -> Any:

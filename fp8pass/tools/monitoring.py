@@ -501,10 +501,10 @@ class StatisticsBuffer(BoundInputs):
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Any
     ) -> Sequence[torch.Tensor]:
         """The buffer, or a scratch buffer for what does not count."""
-        if records is Records.ALL:
+        if records == "all":
             self.call = self._provider.next_call()
-        forward = self._buffer if records is Records.ALL else self._scratch
-        backward = self._scratch if records is Records.NOTHING else self._buffer
+        forward = self._buffer if records == "all" else self._scratch
+        backward = self._scratch if records == "nothing" else self._buffer
         return [forward.data, backward.data]
 
     def rows(self, is_backward: bool) -> list[tuple[MonitorRow, torch.Tensor]]:

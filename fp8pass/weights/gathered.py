@@ -42,6 +42,7 @@ changed since the last one: writes to Parameters need not leave a trace. Scales 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import weakref
@@ -73,32 +74,22 @@ log = logging.getLogger(__name__)
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-class Before:
-    """The hook for what travels. It belongs to one tensor: a copy or a pickle of it is None."""
-
-    def __init__(self, weight: GatheredWeight):
-        self.weight = weight
-
-    def __call__(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Made | None]:
-        return self.weight.before()
+class Hook(functools.partial[Any]):
+    """A method of a GatheredWeight that FSDP2 calls. It belongs to one tensor: a copy or a pickle of it is None."""
 
     def __reduce__(self) -> Any:
         return _nothing, ()
 
 
-class After(Before):
-    """The hook for what arrived, copied and pickled like `Before`."""
-
-    def __call__(  # type: ignore[override]
-        self, outputs: Any, metadata: Made | None, param_dtype: torch.dtype, *, out: torch.Tensor
-    ) -> None:
-        self.weight.after(metadata, out)
-
-
 def _nothing() -> None:
     """A copied or pickled hook. Saved shards name this function by its path, which must not change."""
+
+
+def _weight_of(local: Any) -> GatheredWeight | None:
+    """The weight whose hooks a local shard has."""
+    hook = getattr(local, BEFORE, None)
+    method: Any = hook.func if isinstance(hook, Hook) else None
+    return getattr(method, "__self__", None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -288,12 +279,14 @@ class GatheredWeight:
 
         parameter = self.managed.parameter
         local = parameter._sharded_local_tensor
-        if getattr(getattr(local, BEFORE, None), "weight", None) is not self:
-            setattr(local, BEFORE, Before(self))
-            setattr(local, AFTER, After(self))
+        if _weight_of(local) is not self:
+            setattr(local, BEFORE, Hook(self.before))
+            setattr(local, AFTER, Hook(self.after))
             parameter._extensions_data = ExtensionsData()
 
-    def before(self) -> tuple[tuple[torch.Tensor, ...], Made | None]:
+    def before(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Made | None]:
         """The tensors of the shard that travel, and a record for `after`: None where the Parameter travels as it is."""
         managed, parameter = self.managed, self.managed.parameter
         # What others gather between forward and backward is for the backward, too.
@@ -314,7 +307,7 @@ class GatheredWeight:
         parameter._unsharded_inner_tensors = [*filled, *self._derived]
         return tuple(x.view(torch.uint8) for x in sent), made
 
-    def after(self, made: Made | None, out: torch.Tensor) -> None:
+    def after(self, outputs: Any, made: Made | None, param_dtype: torch.dtype, *, out: torch.Tensor) -> None:
         """Make the copies that graphs read of what arrived; see NOTE [withheld values]."""
         parameter, owner, side = self.managed.parameter, self.owner(), self._side
         self._came_in_fp8 = made is not None
@@ -578,7 +571,7 @@ class ParameterGathers:
         batch[:] = sorted(members, key=lambda w: order[id(w.managed.parameter)])
 
     def _other_owner(self, managed: Managed) -> bool:
-        other = getattr(getattr(managed.parameter._sharded_local_tensor, BEFORE, None), "weight", None)
+        other = _weight_of(managed.parameter._sharded_local_tensor)
         return other is not None and other.owner() not in (None, self)
 
     def _find_scales(self, weights: list[GatheredWeight]) -> None:

@@ -108,14 +108,7 @@ Listener = Callable[[Optimizer | None], None]  # Called after each step of an op
 
 _listeners: set[weakref.WeakMethod[Listener]] = set()
 
-
-class _CompiledSteps:
-    """Holds a flag that a compiled optimizer's step sets, and `take_compiled_steps` resets."""
-
-    have_run = False
-
-
-_compiled_steps = _CompiledSteps()
+_have_compiled_steps_run = False
 
 
 def listen(listener: Listener) -> None:
@@ -126,8 +119,9 @@ def listen(listener: Listener) -> None:
 
 def take_compiled_steps() -> None:
     """Tell all listeners of steps of compiled optimizers since the last call."""
-    if _compiled_steps.have_run:
-        _compiled_steps.have_run = False
+    global _have_compiled_steps_run
+    if _have_compiled_steps_run:
+        _have_compiled_steps_run = False
         _tell(None)
 
 
@@ -137,10 +131,11 @@ def _hook() -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    """Dynamo traces it into a compiled step. There it sets an attribute that it does not read: an assignment that compiled code
+    """Dynamo traces it into a compiled step. There it sets a global that it does not read: an assignment that compiled code
     repeats at each call, without an operation in its graph and without a guard on the value."""
+    global _have_compiled_steps_run
     if torch.compiler.is_compiling():
-        _compiled_steps.have_run = True
+        _have_compiled_steps_run = True
     else:
         _tell(optimizer)
 

@@ -15,7 +15,8 @@ memory when the product is there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import torch
 import triton
@@ -209,23 +210,16 @@ def cast_blockwise_kernel(
     )  # fmt: skip
 
 
-class _Copy(NamedTuple):
-    """The destination of one copy of a matrix or batch: the views that the kernel indexes. q: uint8 view indexed by row and
-    column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored lines, blocks], 2D [blocks, stored
-    blocks]."""
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""The destination of one copy of a matrix or batch: views that the kernel indexes. Data: uint8, by row and column of x. Scales:
+by outer and by block of the copy; 1D [stored lines, blocks], 2D [blocks, stored blocks]."""
 
-    q: torch.Tensor
-    scale_inv: torch.Tensor
 
-    def arguments(self, is_square: bool) -> tuple[Any, ...]:
-        q, scale_inv = self
-        *_, rows, cols = q.shape
-        stored = scale_inv.shape[-1 if is_square else -2]
-        return q, rows, cols, *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
-
-    def steps(self) -> tuple[int, int]:
-        """From matrix to matrix of a batch."""
-        return batch_step(self.q), batch_step(self.scale_inv)
+def _of_copy(copy: _Copy, is_square: bool) -> tuple[Any, ...]:
+    q, scale_inv = copy
+    *_, rows, cols = q.shape
+    stored = scale_inv.shape[-1 if is_square else -2]
+    return q, rows, cols, *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
 
 
 def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
@@ -238,21 +232,19 @@ def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int,
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Copy | None, columnwise: _Copy | None) -> None:
     """Fill the given copies of a matrix or batch x, every element of them."""
     if x.numel() == 0:
-        for copy in (rowwise, columnwise):
-            if copy is not None:
-                copy.q.zero_()
-                copy.scale_inv.zero_()
+        for view in itertools.chain(*(copy for copy in (rowwise, columnwise) if copy is not None)):
+            view.zero_()
         return
     if is_column_major(x):
         # Loads run along the rows; the copies of a column-major x are the other copies of its transpose.
-        x, (rowwise, columnwise) = x.mT, [copy and copy._replace(q=copy.q.mT) for copy in (columnwise, rowwise)]
+        x, (rowwise, columnwise) = x.mT, [copy and (copy[0].mT, copy[1]) for copy in (columnwise, rowwise)]
     copies = [copy for copy in (rowwise, columnwise) if copy is not None]
     first, second = copies[0], copies[-1]  # where only one copy is requested, the other's arguments are not touched
     is_square, is_batch = cast.is_square, x.dim() == 3
     block_r, block_c, num_warps = tile_of(is_square, rowwise is not None, columnwise is not None)
     (rows, cols), (stride_r, stride_c) = x.shape[-2:], x.stride()[-2:]
-    of_first = first.arguments(is_square)
-    of_second = of_first if second is first else second.arguments(is_square)
+    of_first = _of_copy(first, is_square)
+    of_second = of_first if second is first else _of_copy(second, is_square)
     whole = (
         has_whole_tiles(block_r, block_c, rows, cols, stride_r, stride_c)
         and has_whole_tiles(block_r, block_c, *of_first[1:5])
@@ -262,14 +254,14 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Cop
     is_capped = (
         not is_batch and has_columns and whole and cast.power_of_2 and x.element_size() == 2
     )  # else registers would spill
-    steps = (batch_step(x), *first.steps(), *second.steps()) if is_batch else (0,) * 5
+    steps = tuple(map(batch_step, (x, *first, *second))) if is_batch else (0,) * 5
     with on_device(x):
         cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](
             x, rows, cols, stride_r, stride_c, largest_finite(x.dtype), cast.epsilon,
             *of_first, *of_second, *steps, BATCHED=is_batch,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
-            TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
-            TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),
+            TURN_ROWWISE=rowwise is not None and is_column_major(rowwise[0]),
+            TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise[0]),
             **scaling_of(cast, dtype), WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
             maxnreg=REGISTERS[num_warps] if is_capped else None,
         )  # fmt: skip
@@ -347,7 +339,7 @@ def _fields(x: torch.Tensor, is_square: bool, copies: tuple[_Copy | None, _Copy 
 def _shares(x: torch.Tensor, copies: tuple[_Copy | None, _Copy | None], tile: tuple[int, int, int]) -> bool:
     block_r, block_c, _ = tile
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
+    return is_aligned and x.numel() > 0 and is_whole([x, *(copy[0] for copy in copies if copy is not None)], block_r, block_c)
 
 
 def fill(
@@ -402,10 +394,10 @@ def _new(
     scale_inv = empty_scales(x, cast.granularity, columnwise, pad_outer, cast.compact)
     if cast.compact:
         q = x.new_empty(*x.shape, dtype=torch.uint8)
-        return _Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
+        return (q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer)
     is_stored_by_blocks = x.dim() == 2 and not cast.is_square
-    copy = _Copy(q.mT if columnwise else q, scale_inv.mT if is_stored_by_blocks else scale_inv)
+    copy = q.mT if columnwise else q, scale_inv.mT if is_stored_by_blocks else scale_inv
     return copy, [q.view(dtype), scale_inv]
 
 

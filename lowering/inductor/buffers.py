@@ -17,13 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lowering.formats import FP8_MAX
 from lowering.inductor import ahead
 
-
-@dataclasses.dataclass(frozen=True)
-class Lines:
-    """The loops of a copy with a scale per line, which code that measures it joins."""
-
-    loops: str  # "rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none to be joined.
-    scale_at: Callable[[Any], Any]  # The scale of a line.
+Lines = tuple[str, Callable[[Any], Any]]
+"""The loops of a copy with a scale per line, which code that measures it joins, and the scale of a line. Loops are "rows": over
+rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none to be joined."""
 
 
 @dataclasses.dataclass

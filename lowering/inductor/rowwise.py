@@ -30,7 +30,7 @@ from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import blockwise, buffers, elementwise
 from lowering.inductor.blockwise import BLOCKS_OF_128, copy_of_lines, lines_of
-from lowering.inductor.buffers import Lines, facts_of
+from lowering.inductor.buffers import facts_of
 from lowering.inductor.tensorwise import (
     Matrix,
     is_legal,
@@ -89,7 +89,7 @@ def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Box
     box = ir.TensorBox(buffers.realize_ordered(copy, [matrix.cols, 1]))
     # The sums of a norm are left as they are: NOTE [nothing else changes] in statistics.py.
     loops = "" if buffers.needs_row_reduction(x, matrix.rows, matrix.cols) else "rows"
-    facts_of(box).lines[False] = Lines(loops, scale_at)
+    facts_of(box).lines[False] = loops, scale_at
     return [box, scale_inv]
 
 
@@ -109,7 +109,7 @@ def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> 
     if buffers.is_measured_columnwise() and buffers.is_multiple_of(matrix.rows, BLOCK):
         _, place = lines_of(matrix, columnwise=True)
         data = copy_of_lines(matrix, True, lambda index: quantized(*place(index[:-1], index[-1:])), dtype)
-        facts_of(data).lines[True] = Lines("blocks", lambda col: load_scale([col]))
+        facts_of(data).lines[True] = "blocks", lambda col: load_scale([col])
         return [data, scale_inv]
     if is_tiled(x):
         return [*tile_copies(matrix, quantized, dtype, rowwise=False, columnwise=True), scale_inv]

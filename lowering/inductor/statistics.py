@@ -73,7 +73,7 @@ def lower_quantization_statistics(
             made = {side: _of_tensor(x, dtype, scale, scale_inv, loops, offs) for side in sides}
     elif is_matrix and kind.block is None:
         known = buffers.facts_of(of_cast).lines
-        joined = [side for side in sides if side in known and index is None and _can_join(x, side, known[side].loops, offs)]
+        joined = [side for side in sides if side in known and index is None and _can_join(x, side, known[side][0], offs)]
         made = {side: _of_lines(x, dtype, side, known[side], offs) for side in joined}
     elif is_matrix and power_of_2 and index is None and buffers.is_computed(x) and not buffers.is_in_memory(x):
         joined = [side for side in sides if _has_whole_blocks(x, kind, side)]
@@ -144,27 +144,27 @@ def _of_scalar(scalar: ir.TensorBox) -> Load:
 
 def _of_lines(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, lines: Lines, offs: ir.TensorBox | None) -> ir.TensorBox:
     """A part for each row, in the loops of its copy, or for each 128 elements of a line."""
-    matrix = Matrix(x)
-    if lines.loops == "rows":
+    matrix, (loops, scale_of_line) = Matrix(x), lines
+    if loops == "rows":
         ranges, reduced, of_lines = [matrix.rows], [matrix.cols], [matrix.rows]
 
         def place(index: Sequence[Any], inner: Sequence[Any]) -> tuple[Any, Any]:
             return index[0], inner[0]
 
         def scale_at(index: Sequence[Any]) -> Any:
-            return lines.scale_at(index[0])
+            return scale_of_line(index[0])
     else:
         ranges, place = blockwise.lines_of(matrix, columnwise)
         reduced, of_lines = [BLOCK], ranges[1:]
 
         def scale_at(index: Sequence[Any]) -> Any:
-            return lines.scale_at(place(index, [0])[1 if columnwise else 0])
+            return scale_of_line(place(index, [0])[1 if columnwise else 0])
 
     def inverse_at(index: Sequence[Any]) -> Any:
         return elementwise.reciprocal(scale_at(index))
 
     def scale_of(index: Sequence[Any]) -> Any:
-        return scale_at(index if lines.loops == "rows" else [0, *index])
+        return scale_at(index if loops == "rows" else [0, *index])
 
     parts = _parts(matrix, dtype, scale_at, inverse_at, place, ranges, reduced)
     scale = _dense(buffers.pointwise(matrix.device, torch.float32, scale_of, of_lines), of_lines)

@@ -11,7 +11,7 @@ tells where each is, and a program finds its own by counting the matrices that b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -302,16 +302,13 @@ def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnw
     return bits
 
 
-class Copies(NamedTuple):
-    """The destination of the copies of one orientation, a tensor for each matrix: uint8 data and float32 scales."""
-
-    data: list[torch.Tensor]
-    scales: list[torch.Tensor]
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The destination of the copies of one orientation, a tensor for each matrix: uint8 data and float32 scales."""
 
 
 def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Copies:
     data = [empty_copy(x, torch.uint8, columnwise, pad_outer) for x in xs]
-    return Copies(data, [q.new_empty(*q.shape[:-1], 1, dtype=torch.float32) for q in data])
+    return data, [q.new_empty(*q.shape[:-1], 1, dtype=torch.float32) for q in data]
 
 
 def _fill(
@@ -328,11 +325,11 @@ def _fill(
     flags = {"ROWWISE": cast.rowwise, "COLUMNWISE": cast.columnwise, **how, **_TILE}
     asked = [copies for copies in (row, col) if copies is not None]
     first, second = asked[0], asked[-1]  # where only one copy is requested, the other's arguments are not touched
-    places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
+    places = list(zip(*first, *second, strict=True))
     for i, x in enumerate(xs):
         if not x.numel():
             amaxes = bits[starts[i] : starts[i + 1]].view(torch.float32)
-            _fill_empty(x, amaxes, dtype, cast, [c and (c.data[i], c.scales[i]) for c in (row, col)])
+            _fill_empty(x, amaxes, dtype, cast, [c and (c[0][i], c[1][i]) for c in (row, col)])
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
@@ -377,12 +374,10 @@ def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torc
     has_gaps = sum(end - start for start, end in slices) < length
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
     views, step = [scales[start:end] for start, end in slices], len(cast.wanted)
-    made = {
-        side[0]: Copies([empty_copy(x, torch.uint8, *side) for x in xs], views[i::step]) for i, side in enumerate(cast.wanted)
-    }
+    made = {side[0]: ([empty_copy(x, torch.uint8, *side) for x in xs], views[i::step]) for i, side in enumerate(cast.wanted)}
     bits = amaxes.contiguous().view(torch.int32)
     _fill(xs, _starts(xs, cast.rowwise, cast.columnwise), bits, dtype, cast, made.get(False), made.get(True))
-    return [*(q.view(dtype) for copies in made.values() for q in copies.data), scales]
+    return [*(q.view(dtype) for data, _ in made.values() for q in data), scales]
 
 
 # -- what is made of the two passes
@@ -397,7 +392,6 @@ def copies(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions) -> lis
     bits = _amax_bits(xs, starts, cast.rowwise, cast.columnwise)
     _fill(xs, starts, bits, dtype, cast, made.get(False), made.get(True))
     returned: list[torch.Tensor] = []
-    for each in made.values():
-        returned += [q.view(dtype) for q in each.data]
-        returned += each.scales
+    for data, scales in made.values():
+        returned += [*(q.view(dtype) for q in data), *scales]
     return returned

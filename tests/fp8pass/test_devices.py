@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8pass import Float8BlockScaling, MXFP8BlockScaling
 from fp8pass.errors import ReasonKind
-from fp8pass.graph.gemms import Form
 from fp8pass.recipes import PRESETS, as_recipe
 from lowering import hardware
 from lowering.blockwise import cublaslt
@@ -58,7 +57,7 @@ class Forms(nn.Module):
         return torch.bmm(x.view(3, 128, 128), self.stack)
 
 
-FORMS = (None, Form.ROWS, Form.SUMS, Form.BATCHED)
+FORMS = (None, "rows", "sums", "batched")
 
 
 class _Shapes(TorchFunctionMode):

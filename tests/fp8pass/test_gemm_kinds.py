@@ -65,9 +65,9 @@ def test_operands_of_an_operation_of_others(custom):
 
 S, E = 24, 3
 FORMS = {
-    "rows x stack": (((S, 16), (E, 16, 32)), True, gemms.Form.ROWS, (S, 32, 16), E),
-    "rows x rows": (((16, S), (S, 32)), True, gemms.Form.SUMS, (16, 32, S), E),
-    "batched x batched": (((E, 8, 16), (E, 16, 32)), False, gemms.Form.BATCHED, (8, 32, 16), E),
+    "rows x stack": (((S, 16), (E, 16, 32)), True, "rows", (S, 32, 16), E),
+    "rows x rows": (((16, S), (S, 32)), True, "sums", (16, 32, S), E),
+    "batched x batched": (((E, 8, 16), (E, 16, 32)), False, "batched", (8, 32, 16), E),
     "stack x rows": (((E, 8, 16), (16, S)), True, None, (8, S, 16), 1),
 }
 
@@ -80,7 +80,7 @@ def test_forms_of_grouped_gemms(case):
     for placeholder, shape in ((x, a), (w, b), (offs, (E,))):
         placeholder.meta["val"] = torch.empty(shape)
     node = graph.call_function(aten._grouped_mm.default, (x, w, *([offs] if has_offs else [])))
-    node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form is not gemms.Form.ROWS else torch.empty(sizes[:2])
+    node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form != "rows" else torch.empty(sizes[:2])
     assert gemms.form_of(node) is form
     assert gemms.has_fp8_counterpart(node) == (form is not None)
     assert gemms.sizes_of(node) == sizes

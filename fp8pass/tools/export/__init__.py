@@ -355,7 +355,7 @@ def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> La
 
     def make(gather: Gather) -> Made:
         full = functools.partial(torch.full, dtype=torch.float32)
-        return ((entry.name, full(entry.shape, held[name].item())) for name, entry in renamed.items())
+        return ((its_name, full(like.shape, held[name].item())) for name, (its_name, like) in renamed.items())
 
     return Layer(TRANSFORMERS_SCALES, tuple(renamed.values()), make, ())
 
@@ -363,8 +363,8 @@ def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> La
 def _index(entries: Sequence[tuple[Entry, str]]) -> dict[str, Any]:
     """The content of an index: which file each tensor is in."""
     return {
-        "metadata": {"total_size": sum(entry.num_bytes for entry, _ in entries)},
-        "weight_map": {entry.name: name for entry, name in entries},
+        "metadata": {"total_size": sum(like.nbytes for (_, like), _ in entries)},
+        "weight_map": {name: file for (name, _), file in entries},
     }
 
 
@@ -375,10 +375,12 @@ def _write(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offsets: dict[str, int] = {}
     end = 0
-    for entry in sorted(entries, key=lambda e: -e.dtype.itemsize):  # so that every tensor begins at a multiple of its dtype
-        offsets[entry.name], begin = end, end
-        end += entry.num_bytes
-        header[entry.name] = {"dtype": _name(entry), "shape": list(entry.shape), "data_offsets": [begin, end]}
+    for name, like in sorted(entries, key=lambda e: -e[1].itemsize):  # so that every tensor begins at a multiple of its dtype
+        if like.dtype not in _DTYPES:
+            raise ExportError(f"{name} is {like.dtype}, which safetensors files cannot hold; convert it before the export")
+        offsets[name], begin = end, end
+        end += like.nbytes
+        header[name] = {"dtype": _DTYPES[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -389,9 +391,3 @@ def _write(
             file.seek(start + offsets[name])
             file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         advance(layer)
-
-
-def _name(entry: Entry) -> str:
-    if entry.dtype not in _DTYPES:
-        raise ExportError(f"{entry.name} is {entry.dtype}, which safetensors files cannot hold; convert it before the export")
-    return _DTYPES[entry.dtype]

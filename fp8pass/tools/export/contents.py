@@ -24,7 +24,6 @@ from fp8pass.schemes.eager import bytes_and_scales, quantize_weight
 from fp8pass.tools.export.formats import CheckpointFormat, ScaleKind, ScaleNames, StoredScheme, is_skipped, kind_of
 from fp8pass.tools.export.weights import (
     Fp8Weight,
-    FromState,
     Piece,
     find_weights,
     is_pretrained,
@@ -46,23 +45,8 @@ Made = Iterator[tuple[str, torch.Tensor]]
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A tensor of the checkpoint."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Entry:
-        """The entry of a tensor."""
-        return cls(name, tensor.dtype, tuple(tensor.shape))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+Entry = tuple[str, torch.Tensor]
+"""A tensor of the checkpoint: its name, and one of its dtype and shape without memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +61,14 @@ class Layer:
     @property
     def num_bytes(self) -> int:
         """Bytes of all entries."""
-        return sum(entry.num_bytes for entry in self.entries)
+        return sum(like.nbytes for _, like in self.entries)
 
     def tensors(self, gather: Gather) -> Made:
         """The tensors, checked against the entries. gather: makes a source whole, such as `whole`."""
-        for entry, (name, tensor) in zip(self.entries, self.make(gather), strict=True):
-            if Entry.of(name, tensor) != entry:
-                raise InvariantError(f"{name} was planned as {entry} and is {tensor.dtype} {list(tensor.shape)}")
+        for (planned, like), (name, tensor) in zip(self.entries, self.make(gather), strict=True):
+            if (name, tensor.dtype, tensor.shape) != (planned, like.dtype, like.shape):
+                what = f"{planned}, {like.dtype} {list(like.shape)}"
+                raise InvariantError(f"{name} was planned as {what} and is {tensor.dtype} {list(tensor.shape)}")
             yield name, tensor
 
 
@@ -143,7 +128,7 @@ def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat
             f" print(fp8pass.inspect(model)) shows which GEMMs run in FP8"
         )
     planned = [_layer(model, {n: tensors[n] for n in names}, stored, fmt) for names in layers(tensors)]
-    names = [entry.name for layer in planned for entry in layer.entries]
+    names = [name for layer in planned for name, _ in layer.entries]
     if len(set(names)) != len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ExportError(f"two tensors would be called {preview(twice)} on disk; keep them in high precision by rules")
@@ -290,7 +275,7 @@ def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], convert
     matrices = {n: t for n, t in tensors.items() if t.dim() >= 2 and t.is_floating_point()}
     weights = {n: t for n, t in matrices.items() if not isinstance(_owner(model, n), others)}
     for group in layers(n for n in weights if _module(n) not in converted):
-        shapes = {n: torch.empty(weights[n].shape, dtype=weights[n].dtype, device="meta") for n in group}
+        shapes = {n: _empty(weights[n].shape, weights[n].dtype) for n in group}
         names.update(_module(n) for n in (*group, *to_disk(model, shapes)))
     return sorted(name for name in names if name and name not in converted)
 
@@ -328,9 +313,9 @@ def _unequal_projections(written: Iterable[Written], kept: Iterable[str]) -> lis
 def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], fmt: CheckpointFormat) -> Layer:
     here = [stored[name] for name in tensors if name in stored]
     others = {name: t for name, t in tensors.items() if name not in stored}
-    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in others.items()}
+    shapes = {name: _empty(t.shape, t.dtype) for name, t in others.items()}
     entries = [entry for s in here for entry in _entries(s, fmt)]
-    entries += [Entry.of(name, t) for name, t in to_disk(model, shapes).items()]
+    entries += to_disk(model, shapes).items()
 
     def make(gather: Gather) -> Made:
         for s in here:
@@ -356,13 +341,18 @@ def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[
         here, theirs = fmt.names(s.scheme.kind), fmt.names_in_transformers(s.scheme.kind)
         for piece in s.pieces if theirs != here else ():
             (scale, static), (its_scale, its_static) = _names(piece, here), _names(piece, theirs)
-            yield scale, Entry(its_scale, torch.float32, () if piece.matrix is None else (1, 1))
+            yield scale, (its_scale, _empty(() if piece.matrix is None else (1, 1)))
             if s.weight.input_scale is None:
                 continue
             if piece.matrix is None:
-                yield static, Entry(its_static, torch.float32, ())
+                yield static, (its_static, _empty(()))
             elif piece is s.pieces[0]:  # it merges the weights of experts and their scales, and not those of their inputs
-                yield static, Entry(f"{s.name}_{theirs[1]}", torch.float32, tuple(s.parameter.shape[:1]))
+                yield static, (f"{s.name}_{theirs[1]}", _empty(s.parameter.shape[:1]))
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
@@ -372,20 +362,19 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
         rows = piece.rows.stop - piece.rows.start
         batch = s.parameter.shape[:1] if s.parameter.dim() == 3 and piece.matrix is None else ()
         shape = (*batch, *s.scheme.scale_shape(rows, columns))
-        scale = fmt.stored_scale(s.scheme, torch.empty(shape, dtype=dtype, device="meta"))
+        scale = fmt.stored_scale(s.scheme, _empty(shape, dtype))
         scale_name, input_name = _names(piece, fmt.names(s.scheme.kind))
-        yield Entry(piece.name, E4M3, (*batch, rows, columns))
-        yield Entry.of(scale_name, scale)
+        yield piece.name, _empty((*batch, rows, columns), E4M3)
+        yield scale_name, scale
         if s.weight.input_scale is not None:
-            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), dtype=torch.float32, device="meta")))
+            yield input_name, fmt.stored_scale(s.scheme, _empty(()))
 
 
 def _tensors(s: Stored, fmt: CheckpointFormat, gather: Gather) -> Made:
     """Data, scales and the scale of the input, for each piece."""
     is_hollow = bool(released_copies(s.parameter))
     weight = s.parameter if is_hollow else gather(s.parameter).to(s.weight.dtype)
-    scales = _from_state(s.weight.weight_scale)
-    inputs = _from_state(s.weight.input_scale)
+    scales, inputs = s.weight.scale(s.weight.weight_scale), s.weight.scale(s.weight.input_scale)
     amax = None
     if s.others and not is_hollow:
         amaxes = [lowering.amax(gather(t).to(s.weight.dtype)) for t in s.others]
@@ -444,11 +433,6 @@ def _cut(scales: torch.Tensor, rows: slice, kind: ScaleKind) -> torch.Tensor:
         return scales
     height = BLOCK if kind is ScaleKind.BLOCK else 1
     return scales[..., rows.start // height : (rows.stop + height - 1) // height, :]
-
-
-def _from_state(scale: FromState | None) -> torch.Tensor | None:
-    """Scales in the state; None where a tensor takes its own: by its recipe, or because its history is empty."""
-    return None if scale is None or scale.is_empty else scale.scale()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,23 +25,6 @@ from fp8pass.scales.store import DelayedStore
 
 
 @dataclasses.dataclass(frozen=True)
-class FromState:
-    """A scale in the state of delayed scaling."""
-
-    store: DelayedStore
-    name: str
-
-    @property
-    def is_empty(self) -> bool:
-        """True while no amax has entered the history, so that the tensor takes its scale from itself."""
-        return self.store.needs_first_step([self.name])
-
-    def scale(self) -> torch.Tensor:
-        """A copy of the scale that the next forward multiplies by: float32, a scalar, or [E] for E batched weights."""
-        return self.store.scale[self.store.where(self.name)].clone()
-
-
-@dataclasses.dataclass(frozen=True)
 class Fp8Weight:
     """The way in which forward GEMMs read a Parameter in FP8."""
 
@@ -49,9 +32,17 @@ class Fp8Weight:
     input: Quantization  # The quantization of the other operand.
     recipe: Recipe
     dtype: torch.dtype  # The dtype in which the graph receives the Parameter: its own, except with FSDP2's mixed precision.
-    weight_scale: FromState | None = None
-    input_scale: FromState | None = None
+    store: DelayedStore | None = None  # The state that scales come from.
+    weight_scale: str | None = None  # The names of scales in the state; None where a tensor takes its own.
+    input_scale: str | None = None
     fused: tuple[str, ...] = ()  # The names of all Parameters that have one scale together, its own among them.
+
+    def scale(self, name: str | None) -> torch.Tensor | None:
+        """A copy of a scale in the state, by which the next forward multiplies: float32, a scalar, or [E] for E batched
+        weights. None where a tensor takes its own: by its recipe, or because no amax has entered the history."""
+        if self.store is None or name is None or self.store.needs_first_step([name]):
+            return None
+        return self.store.scale[self.store.where(name)].clone()
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,14 +103,16 @@ def _read(
     if None in others:
         return "scales: it shares its scale with a weight that is not a Parameter"
 
-    def state(name: TensorName | None) -> FromState | None:
-        if name is None:
+    stores = (s for s in session.stores if s.recipe == recipe and s.device == compiled.device)
+    store = None if weight_name is None and other_name is None else next(stores)
+
+    def state(name: TensorName | None) -> str | None:
+        if name is None or store is None:
             return None
-        store = next(s for s in session.stores if s.recipe == recipe and s.device == compiled.device)
-        return FromState(store, str(session.stores.name_under(store.recipe, placement.name_tensor(name))))
+        return str(session.stores.name_under(store.recipe, placement.name_tensor(name)))
 
     fused = tuple(name for name in others if name is not None)
-    return Fp8Weight(weight, other, recipe, record.dtype, state(weight_name), state(other_name), fused)
+    return Fp8Weight(weight, other, recipe, record.dtype, store, state(weight_name), state(other_name), fused)
 
 
 def _one(reads: Sequence[Fp8Weight | str], is_embedding: bool) -> Fp8Weight | str:
@@ -132,15 +125,15 @@ def _one(reads: Sequence[Fp8Weight | str], is_embedding: bool) -> Fp8Weight | st
         return "tied: an embedding reads it in high precision"
     if len({(read.weight, read.input, read.dtype, frozenset(read.fused)) for read in kept}) > 1:
         return "several GEMMs read it, quantized in different ways"
-    if len({(_column(read.weight_scale), _column(read.input_scale)) for read in kept}) > 1:
+    if len({tuple(_column(read.store, name) for name in (read.weight_scale, read.input_scale)) for read in kept}) > 1:
         return "scales: several GEMMs read it, with inputs that have scales of their own, and the formats hold one"
-    if kept[0].input_scale is not None and kept[0].input_scale.is_empty:
+    if kept[0].input_scale is not None and kept[0].scale(kept[0].input_scale) is None:
         return "scales: no step has recorded an amax of its input; train one step first"
     return kept[0]
 
 
-def _column(scale: FromState | None) -> tuple[int, int] | None:
-    return None if scale is None else (id(scale.store), scale.store.column(scale.name))
+def _column(store: DelayedStore | None, name: str | None) -> tuple[int, int] | None:
+    return None if store is None or name is None else (id(store), store.column(name))
 
 
 # -- names on disk
