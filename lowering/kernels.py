@@ -12,7 +12,6 @@ one tensor share its words, and add their sums to the result by an atomic additi
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -261,13 +260,9 @@ def statistics_kernel(
 # -- launches
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The rows of a matrix that are measured: a map, or all of them."""
-
-    at: torch.Tensor | None  # int32: of each place the row, -1 for none.
-    groups: torch.Tensor | None  # int32: the group of each tile of places; the number of groups for tiles of none.
-    count: torch.Tensor  # Rows that a group reads, int64; of a batch those of all matrices.
+_Rows = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+"""The rows of a matrix that are measured. The row of each place, int32, -1 for none; None: all rows. The group of each tile of
+places, int32, for tiles of none the number of groups. The rows that a group reads, int64; of a batch those of all matrices."""
 
 
 def _cells(how: How) -> tuple[int, int]:
@@ -314,16 +309,15 @@ def _valid(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | Non
     """The rows of a matrix that groups read, in their order; all of a batch."""
     if offs is None:
         count = x.numel() // x.shape[-1]
-        return _Rows(None, None, torch.full((), count, dtype=torch.int64, device=x.device))
+        return None, None, torch.full((), count, dtype=torch.int64, device=x.device)
     valid = valid_rows(offs, x.shape[0], index)
     at = torch.where(valid, torch.arange(x.shape[0], dtype=torch.int32, device=x.device), -1)
-    return _Rows(at, None, valid.sum())
+    return at, None, valid.sum()
 
 
 def _in_groups(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) -> _Rows:
     """Group by group, each from a tile on."""
-    at, groups = map_of_rows(x, offs, index, BLOCK, with_groups=True)
-    return _Rows(at, groups, offs[-1].to(torch.int64))
+    return *map_of_rows(x, offs, index, BLOCK, with_groups=True), offs[-1].to(torch.int64)
 
 
 def _factors(
@@ -387,7 +381,8 @@ class _Results:
 
 def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given]) -> list[torch.Tensor]:
     """The vectors of the copies that have an entry in `given`."""
-    size_r, size_c = x.size(-2) if rows.at is None else rows.at.shape[0], x.size(-1)
+    at, groups, count = rows
+    size_r, size_c = x.size(-2) if at is None else at.shape[0], x.size(-1)
     made = {side: _Results(x, size_r, side, how) for side in given}
     kind, width = _cells(how)
     if kind == OF_SQUARES.value:
@@ -396,21 +391,20 @@ def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given])
     is_first = next(iter(given))
     tiles = cdiv(size_r, BLOCK) * cdiv(size_c, BLOCK)
     statistics_kernel[(tiles, x.shape[0] if x.dim() == 3 else 1)](
-        x, x if rows.at is None else rows.at, x if rows.groups is None else rows.groups, size_r, size_c, *x.stride()[-2:],
+        x, x if at is None else at, x if groups is None else groups, size_r, size_c, *x.stride()[-2:],
         batch_step(x), largest_finite(x.dtype), how.epsilon, *sides[0], *sides[1],
         ROWWISE=False in given if kind != OF_SQUARES.value else not is_first,
         COLUMNWISE=True in given if kind != OF_SQUARES.value else is_first,
-        HAS_ROWS=rows.at is not None, HAS_GROUPS=rows.groups is not None, KIND=kind, MX=how.kind is Granularity.BLOCK_1X32,
+        HAS_ROWS=at is not None, HAS_GROUPS=groups is not None, KIND=kind, MX=how.kind is Granularity.BLOCK_1X32,
         WIDTH=width, E5M2=is_e5m2(how.dtype), FP8_MAX=fp8_max(how.dtype), HAS_EPSILON=how.epsilon != 0,
         POWER_OF_2=how.power_of_2, LINES=LINES_OF_MX if (kind, width) == (OF_BLOCKS.value, MX_BLOCK) else LINES, BLOCK=BLOCK,
         num_warps=NUM_WARPS if x.element_size() < 4 or width == MX_BLOCK else 2 * NUM_WARPS,  # else some registers spill
     )  # fmt: skip
-    count = rows.count * size_c
-    return [_finished(made[side], how, count, rows, side, of_side) for side, of_side in given.items()]
+    return [_finished(made[side], how, count * size_c, rows, side, of_side) for side, of_side in given.items()]
 
 
 def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, columnwise: bool, given: _Given) -> torch.Tensor:
-    totals = made.totals
+    totals, (at, groups, _) = made.totals, rows
     if given is None:
         return vector_of_blocks(count, totals.flatten(0, 1), made.first.reshape(-1), made.second.reshape(-1), how.dtype)
     counts = totals[..., :3].sum(dim=(0, 1))
@@ -419,10 +413,10 @@ def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, column
         found = totals if step else totals.flatten(0, 1)[None]
         sums = found[..., 3].sum(dim=1), found[..., 4].sum(dim=1), found[..., 5].amax(dim=1)
         return vector_of_sums(count, [Sums(counts, *sums, scale.to(torch.float64))], how.dtype)
-    if rows.groups is not None and columnwise:
+    if groups is not None and columnwise:
         # Tiles beyond the last group are those of a group of zeros.
         of_groups = scale.new_zeros(scale.shape, dtype=torch.float64)
-        group = rows.groups.to(torch.int64)
+        group = groups.to(torch.int64)
         sums = (
             of_groups.index_add(0, group, made.first[0]),
             of_groups.index_add(0, group, made.second[0]),
@@ -430,7 +424,7 @@ def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, column
         )
         return vector_of_sums(count, [Sums(counts, *sums, scale.to(torch.float64))], how.dtype)
     sums = made.first.sum(dim=1), made.second.sum(dim=1), made.largest.amax(dim=1).to(torch.float64)
-    of_lines = scale if rows.at is None else scale[:, rows.at.to(torch.int64)]  # of places; those of none are zeros
+    of_lines = scale if at is None else scale[:, at.to(torch.int64)]  # of places; those of none are zeros
     return vector_of_sums(count, [Sums(counts, *sums, of_lines.reshape(sums[0].shape).to(torch.float64))], how.dtype)
 
 

@@ -69,7 +69,7 @@ def _takes_deep_gemm(gemm: Gemm, platform: Platform) -> bool:
     return hardware.is_present(platform) and deep_gemm.library() is not None  # not expected on another machine
 
 
-def scaled_mm_blockwise(gemm: Product) -> torch.Tensor:
+def multiply_as_mxfp8(gemm: Product) -> torch.Tensor:
     """A blockwise GEMM by that of MXFP8, see NOTE [blocks of 128 as blocks of 32]. The scales are powers of two, which is
     checked on the CPU alone: a GPU would have to be waited for."""
     m, n, k = gemm.sizes
@@ -97,4 +97,4 @@ def _check_powers_of_two(scale_inv: torch.Tensor) -> None:
         raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
 
 
-IMPLEMENTATIONS["mxfp8"] = as_told(scaled_mm_blockwise)
+IMPLEMENTATIONS["mxfp8"] = as_told(multiply_as_mxfp8)

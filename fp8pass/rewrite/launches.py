@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Hashable, Set
 from typing import Any
 
 import torch
@@ -230,11 +230,22 @@ def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies,
     weights = frozenset(_recomputed_weights(plan, tensors, weight_copies))
     if any(is_recomputed(n) for n in graph.nodes):  # the user's own activation checkpointing takes precedence
         return dataclasses.replace(plan, recomputed_weights=weights)
-    finder = _ChainFinder(graph, plan, depends_on(graph, tangents), with_operands)
-    chains = {t.value.root: chain for t in tensors if (chain := finder.chain(t)) is not None}
-    sites = [d.site for d in plan.decisions if d.site.node in finder.gemms and d.reason is not None and d.site.is_backward]
+    gradients, gemms = depends_on(graph, tangents), _gemms_in_fp8(plan, with_operands)
+    nodes_of = _tracer_of(graph, gradients, gemms)
+    chains: dict[fx.Node, frozenset[fx.Node]] = {}
+    for tensor in tensors:
+        chain = None if tensor.name.kind == "weight" else nodes_of(tensor.value.root)
+        if chain is None or (with_operands and _is_saved_as_copy(tensor, gradients, gemms)):
+            continue
+        is_written = not scheme_of(tensor.quantization).fuses_with_producer(tensor) and any(
+            n.target not in _FREE for n in chain
+        )
+        if is_written and tensor.value.groups is None:
+            continue  # the value would be written in high precision once more; rows in groups are larger, with their padding
+        chains[tensor.value.root] = chain
+    sites = [d.site for d in plan.decisions if d.site.node in gemms and d.reason is not None and d.site.is_backward]
     for value in dict.fromkeys(o.value for site in sites for o in site.operands if o.kind == "input"):
-        if value.root not in chains and (chain := finder.nodes_of(value.root)):
+        if value.root not in chains and (chain := nodes_of(value.root)):
             chains[value.root] = chain
     return dataclasses.replace(plan, recomputed=chains, recomputed_weights=weights)
 
@@ -250,57 +261,63 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     ]
 
 
-class _ChainFinder:
-    """Follows values of the forward back to what is available in backward. Invariant: never changes the graph."""
+def _gemms_in_fp8(plan: Plan, with_operands: bool) -> set[fx.Node]:
+    """The GEMMs whose operands nobody needs in high precision, pairs of gradients that one operation computes among them."""
+    gemms = {d.site.node for d in plan.decisions if d.reason is None or (with_operands and d.has_no_recipe)}
+    return gemms | {pair for pair in map(operation_of, gemms) if all(user in gemms for user in pair.users)}
 
-    def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node], with_operands: bool):
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.gradients = gradients
-        self.saves_in_fp8 = with_operands
-        self.gemms = {d.site.node for d in plan.decisions if d.reason is None or (with_operands and d.has_no_recipe)}
-        pairs = {operation_of(node) for node in self.gemms}
-        self.gemms |= {node for node in pairs if all(user in self.gemms for user in node.users)}
-        self.kept = self._kept()
 
-    def _kept(self) -> set[fx.Node]:
-        """The values that backward reads besides FP8 copies, and those that pointwise code makes them of: the partitioner saves
-        them, or something of its size."""
-        readers = [n for n in self.gradients - self.gemms if n.op != "output"]
-        pending = [n for reader in readers for n in reader.all_input_nodes if n not in self.gradients]
-        kept: set[fx.Node] = set()
+def _tracer_of(graph: fx.Graph, gradients: Set[fx.Node], gemms: Set[fx.Node]) -> Callable[[fx.Node], frozenset[fx.Node] | None]:
+    """A function that follows a value of the forward back to what is available in backward: to the nodes to compute again, or
+    None if that would need a tensor that backward does not have."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    # What backward reads besides FP8 copies, and what pointwise code makes it of: the partitioner saves it, or something of its
+    # size.
+    readers = [n for n in gradients - gemms if n.op != "output"]
+    waiting = [n for reader in readers for n in reader.all_input_nodes if n not in gradients]
+    kept: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in kept and holds_tensor(node):
+            kept.add(node)
+            if _is_fusible(node):
+                waiting += node.all_input_nodes
+
+    def serves_only(node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:
+        """Tell whether nothing in forward reads a node but the chain and FP8 GEMMs: a residual sum, say, is saved and not
+        summed up again."""
+        return all(user in chain or user in gradients or leads_to_gemms(user) for user in node.users)
+
+    def leads_to_gemms(node: fx.Node) -> bool:
+        passes = node.target in _FUSIBLE or row_gather(node) is not None
+        return node in gemms or (passes and bool(node.users) and serves_only(node))
+
+    def nodes_of(root: fx.Node) -> frozenset[fx.Node] | None:
+        if root in gradients:
+            return None
+        size = value_of(root).numel()
+        chain: set[fx.Node] = set()
+        pending = [(-position[root], root)]  # latest first: all readers of a node within the chain come before it
         while pending:
-            node = pending.pop()
-            if node not in kept and holds_tensor(node):
-                kept.add(node)
-                if _is_fusible(node):
-                    pending += node.all_input_nodes
-        return kept
+            _, node = heapq.heappop(pending)
+            if node in chain:
+                continue
+            if _is_fusible(node) and serves_only(node, chain):
+                chain.add(node)
+                for read in node.all_input_nodes:
+                    heapq.heappush(pending, (-position[read], read))
+            elif not (node in kept or _is_small(node, size)):
+                return None
+        return frozenset(chain)
 
-    def chain(self, tensor: QuantizedTensor) -> frozenset[fx.Node] | None:
-        """The nodes to compute again; None if that would need a tensor that backward does not have."""
-        if tensor.name.kind == "weight":
-            return None
-        chain = self.nodes_of(tensor.value.root)
-        if chain is None or (self.saves_in_fp8 and self._is_saved_as_copy(tensor)):
-            return None
-        is_fused = scheme_of(tensor.quantization).fuses_with_producer(tensor)
-        is_written = not is_fused and not all(node.target in _FREE for node in chain)
-        if is_written and tensor.value.groups is None:
-            return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
-        return chain
+    return nodes_of
 
-    def _is_saved_as_copy(self, tensor: QuantizedTensor) -> bool:
-        """Tell whether pointwise code of the backward reads a value itself, such as tanh's result, and not what it is made of.
-        With `saved_activations` it is then saved as its columnwise copy (`saved_copies.py`), and neither is made again."""
-        root = tensor.value.root
-        is_matrix = tensor.value.groups is None and tensor.value.batch is None
-        if not (is_matrix and tensor.dtype is E4M3 and _is_fusible(root) and root.target not in _FREE):
-            return False
-        readers = self._gradients_that_read(root)
-        is_pointwise = all(_is_fusible(node) and node.target not in _FREE for node in readers)
-        return bool(readers) and is_pointwise and not any(map(self._gradients_that_read, root.all_input_nodes))
 
-    def _gradients_that_read(self, node: fx.Node) -> list[fx.Node]:
+def _is_saved_as_copy(tensor: QuantizedTensor, gradients: Set[fx.Node], gemms: Set[fx.Node]) -> bool:
+    """Tell whether pointwise code of the backward reads a value itself, such as tanh's result, and not what it is made of. With
+    `saved_activations` it is then saved as its columnwise copy (`saved_copies.py`), and neither is made again."""
+
+    def readers_of(node: fx.Node) -> list[fx.Node]:
         """The nodes of the backward that read a value, besides FP8 GEMMs; views are looked through, of what is read, too."""
         while node.target in _FREE:
             node = node.all_input_nodes[0]
@@ -308,39 +325,19 @@ class _ChainFinder:
         pending = list(node.users)
         while pending:
             user = pending.pop()
-            if user.target in _FREE and user not in self.gradients:
+            if user.target in _FREE and user not in gradients:
                 pending += user.users
-            elif user in self.gradients and user not in self.gemms:
+            elif user in gradients and user not in gemms:
                 found.append(user)
         return found
 
-    def nodes_of(self, root: fx.Node) -> frozenset[fx.Node] | None:
-        """The nodes to compute again for a value; None if that would need a tensor that backward does not have."""
-        if root in self.gradients:
-            return None
-        size = value_of(root).numel()
-        chain: set[fx.Node] = set()
-        pending = [(-self.position[root], root)]  # latest first: all readers of a node within the chain come before it
-        while pending:
-            _, node = heapq.heappop(pending)
-            if node in chain:
-                continue
-            if _is_fusible(node) and self._serves_only(node, chain):
-                chain.add(node)
-                for read in node.all_input_nodes:
-                    heapq.heappush(pending, (-self.position[read], read))
-            elif not (node in self.kept or _is_small(node, size)):
-                return None
-        return frozenset(chain)
-
-    def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:
-        """Tell whether nothing in forward reads a node but the chain and FP8 GEMMs: a residual sum, say, is saved and not
-        summed up again."""
-        return all(user in chain or user in self.gradients or self._leads_to_gemms(user) for user in node.users)
-
-    def _leads_to_gemms(self, node: fx.Node) -> bool:
-        passes = node.target in _FUSIBLE or row_gather(node) is not None
-        return node in self.gemms or (passes and bool(node.users) and self._serves_only(node))
+    root = tensor.value.root
+    is_matrix = tensor.value.groups is None and tensor.value.batch is None
+    if not (is_matrix and tensor.dtype is E4M3 and _is_fusible(root) and root.target not in _FREE):
+        return False
+    readers = readers_of(root)
+    is_pointwise = all(_is_fusible(node) and node.target not in _FREE for node in readers)
+    return bool(readers) and is_pointwise and not any(map(readers_of, root.all_input_nodes))
 
 
 def _is_fusible(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ everything where amaxes are not reduced over all ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import re
@@ -47,25 +46,24 @@ OF_NO_TENSOR = (RECORDED, NUM_TENSORS, NUM_STEPS, MODEL)
 _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+))?", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedEntry:
-    """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale", or with a rank "wq:input.staged@1"."""
+def key_of(name: TensorName, part: EntryPart, rank: int | None = None) -> str:
+    """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale". rank: that has it,
+    as in "wq:input.staged@1"; None where all ranks have the same."""
+    return f"{name}.{part}" + ("" if rank is None else f"@{rank}")
 
-    name: TensorName
-    part: EntryPart
-    rank: int | None = None  # The rank that has it; None where all ranks have the same.
 
-    def __str__(self) -> str:
-        return f"{self.name}.{self.part}" + ("" if self.rank is None else f"@{self.rank}")
-
-    @classmethod
-    def parse(cls, text: str) -> SavedEntry:
-        """The entry that `str` wrote; raises ValueError for any other text."""
-        match = _ENTRY.fullmatch(text)
+def parse_key(key: str) -> tuple[TensorName, EntryPart, int | None]:
+    """The name, the part and the rank of which `key_of` made a key; raises CheckpointMismatchError for any other text."""
+    try:
+        match = _ENTRY.fullmatch(key)
         if match is None:
-            raise ValueError(f"{text!r} is not the key of a tensor's state; one looks like 'wq:input.scale'")
+            raise ValueError(f"{key!r} is not the key of a tensor's state; one looks like 'wq:input.scale'")
         part = next(p for p in PARTS if p == match["part"])
-        return cls(TensorName.parse(match["name"]), part, None if match["rank"] is None else int(match["rank"]))
+        return TensorName.parse(match["name"]), part, None if match["rank"] is None else int(match["rank"])
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            f"{key!r} is not an entry of an fp8pass state; load the result of `state(...).state_dict()`"
+        ) from error
 
 
 Saved = dict[str, dict[EntryPart, torch.Tensor]]  # The parts of each tensor, by its name.
@@ -198,7 +196,7 @@ class Fp8State:
         """True if this model saved the state under the rules in force, with all tensors that it had then."""
         if state_dict.get(MODEL) is None or int(state_dict[MODEL]) != self._digest():
             return False
-        names = {str(parse_key(key).name) for key in state_dict if key not in OF_NO_TENSOR}
+        names = {str(parse_key(key)[0]) for key in state_dict if key not in OF_NO_TENSOR}
         return len(names) == int(state_dict.get(NUM_TENSORS, -1))
 
     def _digest(self) -> int | None:
@@ -238,7 +236,7 @@ class Fp8State:
         split: list[dict[str, torch.Tensor]] = [{} for _ in self._parts]
         foreign = []
         for key, value in entries.items():
-            found = part_of(self._parts, parse_key(key).name.module)
+            found = part_of(self._parts, parse_key(key)[0].module)
             if found is None:
                 foreign.append(key)
             else:
@@ -406,10 +404,10 @@ def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, re
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
         parts = {part: getattr(store, part)[..., where].clone() for part in HELD}
-        saved |= {str(SavedEntry(name, part, None if is_shared else rank)): value for part, value in parts.items()}
+        saved |= {key_of(name, part, None if is_shared else rank): value for part, value in parts.items()}
         if is_shared and reduces:
             history = parts["amax_history"]
-            saved[str(SavedEntry(name, "staged", rank))] = history[0].clone()
+            saved[key_of(name, "staged", rank)] = history[0].clone()
             history[0] = 0
     return saved
 
@@ -424,14 +422,14 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
     for key, value in state_dict.items():
         if key in OF_NO_TENSOR:
             continue
-        entry = parse_key(key)
-        name = str(entry.name)
-        if entry.part == "staged":
+        tensor, part, of_rank = parse_key(key)
+        name = str(tensor)
+        if part == "staged":
             staged[name] = torch.maximum(staged[name], value) if name in staged else value
-        elif entry.rank in (None, rank):
-            saved.setdefault(name, {})[entry.part] = value
+        elif of_rank in (None, rank):
+            saved.setdefault(name, {})[part] = value
         else:
-            others.append((name, entry.part))
+            others.append((name, part))
     missing = sorted({f"{name}.{part}" for name, part in others if part not in saved.get(name, {})})
     if missing:
         raise CheckpointMismatchError(
@@ -450,19 +448,9 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
 
 def has_staged(key: str, value: torch.Tensor) -> bool:
     """Tell whether an entry holds an amax of a step that has not ended."""
-    part = parse_key(key).part
+    _, part, _ = parse_key(key)
     staged = value[0] if part == "amax_history" else value
     return part in ("amax_history", "staged") and bool((staged != 0).any())
-
-
-def parse_key(key: str) -> SavedEntry:
-    """The entry with this key; raises CheckpointMismatchError if no state has such a key."""
-    try:
-        return SavedEntry.parse(key)
-    except ValueError as error:
-        raise CheckpointMismatchError(
-            f"{key!r} is not an entry of an fp8pass state; load the result of `state(...).state_dict()`"
-        ) from error
 
 
 def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:

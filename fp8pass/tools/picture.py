@@ -100,111 +100,98 @@ def pictures(compiled: CompiledGraph) -> tuple[str, list[Picture]]:
     assert after is not None
     for side, is_backward in (("forward", False), ("backward", True)):
         for when, snapshot in (("before", before), ("after", after)):
-            drawing = _Drawing(snapshot, compiled, layer, is_backward)
-            boxes = drawing.boxes()
+            boxes, edges = _drawn(snapshot, compiled, layer, is_backward)
             if any(box.kind in ("gemm", "fp8") for box in boxes) and len(boxes) <= MAX_BOXES:
-                drawn.append(_placed(f"{side}, {when}", boxes, drawing.edges))
+                drawn.append(_placed(f"{side}, {when}", boxes, edges))
     return layer, drawn
 
 
-class _Drawing:
-    """The boxes and edges of one side of one snapshot."""
+def _drawn(
+    snapshot: Snapshot, compiled: CompiledGraph, layer: str, is_backward: bool
+) -> tuple[list[Box], dict[tuple[Box, Box], bool]]:
+    """The boxes of one side of a snapshot that an edge ends at, and its GEMMs; and the edges, each with whether it is FP8."""
+    edges: dict[tuple[Box, Box], bool] = {}
+    box_of: dict[str, Box | None] = {}
+    shared_inputs: dict[str, Box] = {}
+    assert compiled.rewrite is not None
+    nodes = [n for n in snapshot.nodes if _is_gemm(n) and _is_backward(n) == is_backward]
+    records = [g for g in compiled.rewrite.gemms if (g.role != "output") == is_backward]
+    roles = {n.name: g.role for n, g in zip(nodes, records, strict=True)} if len(nodes) == len(records) else {}
 
-    def __init__(self, snapshot: Snapshot, compiled: CompiledGraph, layer: str, is_backward: bool):
-        self.snapshot = snapshot
-        self.compiled = compiled
-        self.layer = layer
-        self.is_backward = is_backward
-        self.edges: dict[tuple[Box, Box], bool] = {}
-        self._box_of: dict[str, Box | None] = {}
-        self._shared_inputs: dict[str, Box] = {}
-        assert self.compiled.rewrite is not None
-        nodes = [n for n in self.snapshot.nodes if _is_gemm(n) and _is_backward(n) == self.is_backward]
-        records = [g for g in self.compiled.rewrite.gemms if (g.role != "output") == self.is_backward]
-        self._roles = {n.name: g.role for n, g in zip(nodes, records, strict=True)} if len(nodes) == len(records) else {}
-
-    def boxes(self) -> list[Box]:
-        """The boxes that an edge ends at, and GEMMs."""
-        made: list[Box] = []
-        for node in self.snapshot.nodes:
-            if node.op == "call_function" and self._is_in_layer(node):
-                box = self._box(node)
-                if box is not None and box not in made:
-                    made.append(box)
-        linked = dict.fromkeys(box for edge in self.edges for box in edge)  # in order: a page is the same in every process
-        sources = [box for box in linked if box not in made]
-        return sources + [box for box in made if box in linked or box.kind in ("gemm", "fp8")]
-
-    def _is_in_layer(self, node: Any) -> bool:
-        if _is_backward(node) != self.is_backward:
+    def is_in_layer(node: Any) -> bool:
+        if _is_backward(node) != is_backward:
             return False
         path = module_path(node)
-        below = "" if path is None else path.below
-        return begins(self.layer, below)
+        return begins(layer, "" if path is None else path.below)
 
-    def _box(self, node: Any) -> Box | None:
+    def within(path: str) -> str:
+        return path.removeprefix(layer).lstrip(".") if layer else path
+
+    def short(node: Any) -> str:
+        path = module_path(node)
+        return within("" if path is None else path.below) or "self"
+
+    def box_for(node: Any) -> Box | None:
         """The box that a node of the layer is in; None for what is not drawn."""
-        if node.name in self._box_of:
-            return self._box_of[node.name]
-        self._box_of[node.name] = None
+        if node.name in box_of:
+            return box_of[node.name]
+        box_of[node.name] = None
         name = _name(node)
         if name in _SEE_THROUGH or (_is_lowering(node) and not _is_gemm(node) and not _is_cast(node)):
             return None
-        sources = [(read, source) for read in self.snapshot.inputs_of(node) if (source := self._source(read)) is not None]
+        sources = [(read, source) for read in snapshot.inputs_of(node) if (source := source_of(read)) is not None]
         found = {source for _, source in sources if source.kind != "input"}
         only = next(iter(found)) if len(found) == 1 and all(s in found for _, s in sources) else None
         if _is_gemm(node):
-            box = Box("fp8" if _is_lowering(node) else "gemm", [self._short(node)], self._roles.get(node.name, name))
+            box = Box("fp8" if _is_lowering(node) else "gemm", [short(node)], roles.get(node.name, name))
         elif _is_cast(node):
-            box = Box("cast", ["cast"], self._short(node))
+            box = Box("cast", ["cast"], short(node))
         elif only is not None and only.kind == "other":
             only.labels.append(name)
-            self._box_of[node.name] = only
+            box_of[node.name] = only
             return only
         else:
             box = Box("other", ["attention" if "attention" in name else name])
-        self._box_of[node.name] = box
+        box_of[node.name] = box
         for read, source in sources:
             if not (_is_scale(read) and (_is_lowering(node) or source.kind == "cast")):
                 is_fp8 = isinstance(value := read.meta.get("val"), torch.Tensor) and "float8" in str(value.dtype)
-                self.edges[source, box] = is_fp8 or self.edges.get((source, box), False)
+                edges[source, box] = is_fp8 or edges.get((source, box), False)
         return box
 
-    def _source(self, node: Any) -> Box | None:
+    def source_of(node: Any) -> Box | None:
         """The box that makes what a node holds."""
-        while _name(node) in _SEE_THROUGH and (inputs := self.snapshot.inputs_of(node)):
+        while _name(node) in _SEE_THROUGH and (inputs := snapshot.inputs_of(node)):
             node = inputs[0]
-        if node.op == "call_function" and self._is_in_layer(node):
-            return self._box(node)
+        if node.op == "call_function" and is_in_layer(node):
+            return box_for(node)
         if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             return None
         if _is_lowering(node) and not (_is_cast(node) or _is_gemm(node)):
             return None
-        if node.name not in self._box_of:
-            label = self._outside(node)
-            self._box_of[node.name] = self._shared_inputs.setdefault(label, Box("input", [label]))
-        return self._box_of[node.name]
+        if node.name not in box_of:
+            label = outside(node)
+            box_of[node.name] = shared_inputs.setdefault(label, Box("input", [label]))
+        return box_of[node.name]
 
-    def _outside(self, node: Any) -> str:
+    def outside(node: Any) -> str:
         """The text of a value from outside; those with equal texts share a box."""
         if node.op == "placeholder":
             index = input_index(node)
-            given = self.compiled.inputs[index] if index is not None and index < len(self.compiled.inputs) else None
+            given = compiled.inputs[index] if index is not None and index < len(compiled.inputs) else None
             if given is not None and given.path is not None and given.path.below:
                 below = given.path.below
-                is_own = not self.layer or below.startswith(f"{self.layer}.")
-                return self._within(below) if is_own else "of other layers"
+                return within(below) if not layer or below.startswith(f"{layer}.") else "of other layers"
             return "gradient" if "tangents" in node.name else "input"
         if _is_cast(node):
             return "casts elsewhere"
-        return "from forward" if self.is_backward and not _is_backward(node) else "from outside"
+        return "from forward" if is_backward and not _is_backward(node) else "from outside"
 
-    def _short(self, node: Any) -> str:
-        path = module_path(node)
-        return self._within("" if path is None else path.below) or "self"
-
-    def _within(self, path: str) -> str:
-        return path.removeprefix(self.layer).lstrip(".") if self.layer else path
+    here = (box_for(node) for node in snapshot.nodes if node.op == "call_function" and is_in_layer(node))
+    made = list(dict.fromkeys(box for box in here if box is not None))
+    linked = dict.fromkeys(box for edge in edges for box in edge)  # in order: a page is the same in every process
+    sources = [box for box in linked if box not in made]
+    return sources + [box for box in made if box in linked or box.kind in ("gemm", "fp8")], edges
 
 
 @functools.cache
