@@ -48,17 +48,13 @@ def _block_of(quantization: Quantization) -> tuple[int, int]:
 
 
 class BlockScheme(Scheme):
-    """One scale per block."""
+    """One scale per block: float32 for blocks of 128, whose GEMMs are MXFP8's on SM100 (lowering/paths.py); with `is_mx` E8M0
+    codes for blocks of 32, uint8 in graphs (NOTE [E8M0] in lowering/scaling.py)."""
 
     reads_gemm_dtype: ClassVar[bool] = True
-    scale_bytes: ClassVar[int]  # Bytes of a scale.
 
-    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
-        """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
-        raise NotImplementedError
-
-    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
-        return False
+    def __init__(self, is_mx: bool):
+        self._is_mx = is_mx
 
     def has_one_copy(self, quantization: Quantization) -> bool:
         height, width = _block_of(quantization)
@@ -78,7 +74,7 @@ class BlockScheme(Scheme):
     def _bytes_per_element(self, quantization: Quantization) -> Fraction:
         """A byte, and its share of a scale."""
         height, width = _block_of(quantization)
-        return 1 + Fraction(self.scale_bytes, height * width)
+        return 1 + Fraction(1 if self._is_mx else 4, height * width)
 
     def gather_obstacle(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> Reason | None:
         if (obstacle := engine_obstacle(tensor.quantization)) is not None:
@@ -186,11 +182,72 @@ class BlockScheme(Scheme):
 
     # -- casts and GEMMs
 
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        value, quantization = tensor.value, tensor.quantization
+        is_matrix = value.batch is None and value.groups is None
+        is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
+        return is_matrix and is_whole and quantization.granularity is Granularity.BLOCK_1X128 and quantization.power_of_2
+
+    def reads_rows_once(self, tensor: QuantizedTensor) -> bool:
+        groups, quantization = tensor.value.groups, tensor.quantization
+        return groups is not None and groups.index is None and quantization.granularity is Granularity.BLOCK_1X128
+
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        device = value_of(site.node).device
+        if self._is_mx:
+            mx = Granularity.BLOCK_1X32
+            refusal = hardware.refusal(hardware.Gemm(E4M3, E4M3, mx, mx, is_grouped=site.form is not None), device)
+            instead = "; use the recipe 'blockwise' there" if hardware.has_fp8_tensor_cores(device) else ""
+            return None if refusal is None else Reason(ReasonKind.HARDWARE, f"{refusal}{instead}")
+        if site.offs is not None:
+            pairs = zip(site.operands, quantizations, strict=True)
+            square = next((o for o, q in pairs if o.value.groups is not None and q.granularity.is_square), None)
+            if square is not None:
+                detail = (
+                    f"128x128 blocks of the {square.kind} would span rows of several groups; {_OPTIONS[square.kind]}=1 runs"
+                )
+                return Reason(ReasonKind.OPERAND_FORMATS, detail)
+        if all(q.power_of_2 for q in quantizations) or not hardware.has_mx_scaled_mm(device):
+            return None
+        detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
+        return Reason(ReasonKind.HARDWARE, detail)
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        return None if self._is_mx else cast.layouts
+
+    def gemm_options(self, device: torch.device) -> dict[str, Any]:
+        return {"implementation": "mxfp8"} if not self._is_mx and hardware.has_mx_scaled_mm(device) else {}
+
     def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         block = quantization.granularity.block
         assert block is not None
-        scales = self.scale_values(cursor, data, scale_inv, quantization)
+        scales = self._scale_values(cursor, data, scale_inv, quantization)
         return _spread(cursor, scales, (cursor.size(data, 0), cursor.size(data, 1)), block)
+
+    def _scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+        """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
+        if self._is_mx:
+            return cursor.call(ops.scale_values_mxfp8.default, data, scale_inv)
+        outer, inner = (cursor.size(data, dim) for dim in (0, 1))
+        if quantization.granularity is Granularity.BLOCK_1X128:
+            return cursor.call(aten.permute.default, _cut(cursor, scale_inv, 1, outer), [1, 0])
+        # Of a dynamic width the blocks beyond are cut with the values.
+        return _cut(cursor, scale_inv, 1, num_blocks(inner, BLOCK)) if isinstance(inner, int) else scale_inv
+
+    def can_transpose(self, quantization: Quantization) -> bool:
+        return quantization.granularity is Granularity.BLOCK_128X128
+
+    def transposed_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """The grid of blocks, transposed: GEMM-ready, for batches as their casts leave it."""
+        value, columnwise = made.copy.value, made.copy.columnwise
+        blocks = num_blocks(value.rows if columnwise else value.cols, BLOCK)
+        first = value_of(made.scale_inv).dim() - 2
+        grid = cursor.call(aten.slice.Tensor, made.scale_inv, first + 1, 0, blocks)
+        grid = cursor.call(aten.permute.default, grid, [*range(first), first + 1, first])
+        extra = -value_of(grid).shape[-1] % SCALE_ALIGNMENT if value.batch is None else 0
+        if extra:
+            grid = cursor.call(aten.constant_pad_nd.default, grid, [0, extra], 0)
+        return cursor.call(aten.clone.default, grid, memory_format=torch.contiguous_format)
 
 
 def _spread(cursor: Cursor, scales: fx.Node, sizes: tuple[Any, Any], block: tuple[int, int]) -> fx.Node:
@@ -210,81 +267,3 @@ def _cut(cursor: Cursor, x: fx.Node, dim: int, size: Any) -> fx.Node:
     """The first entries along a dimension; x itself where that is all of it."""
     is_whole = isinstance(size, int) and cursor.size(x, dim) == size
     return x if is_whole else cursor.call(aten.slice.Tensor, x, dim, 0, size)
-
-
-class BlockwiseScheme(BlockScheme):
-    """Blocks of 128, with float32 scales. On SM100 their GEMMs are MXFP8's (lowering/paths.py)."""
-
-    scale_bytes = 4
-
-    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
-        value, quantization = tensor.value, tensor.quantization
-        is_matrix = value.batch is None and value.groups is None
-        is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
-        return is_matrix and is_whole and quantization.granularity is Granularity.BLOCK_1X128 and quantization.power_of_2
-
-    def reads_rows_once(self, tensor: QuantizedTensor) -> bool:
-        groups, quantization = tensor.value.groups, tensor.quantization
-        return groups is not None and groups.index is None and quantization.granularity is Granularity.BLOCK_1X128
-
-    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
-        if site.offs is not None:
-            pairs = zip(site.operands, quantizations, strict=True)
-            square = next((o for o, q in pairs if o.value.groups is not None and q.granularity.is_square), None)
-            if square is not None:
-                detail = (
-                    f"128x128 blocks of the {square.kind} would span rows of several groups; {_OPTIONS[square.kind]}=1 runs"
-                )
-                return Reason(ReasonKind.OPERAND_FORMATS, detail)
-        if all(q.power_of_2 for q in quantizations) or not hardware.has_mx_scaled_mm(value_of(site.node).device):
-            return None
-        detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
-        return Reason(ReasonKind.HARDWARE, detail)
-
-    def launch_key(self, cast: Cast) -> Hashable | None:
-        return cast.layouts
-
-    def gemm_options(self, device: torch.device) -> dict[str, Any]:
-        return {"implementation": "mxfp8"} if hardware.has_mx_scaled_mm(device) else {}
-
-    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
-        outer, inner = (cursor.size(data, dim) for dim in (0, 1))
-        if quantization.granularity is Granularity.BLOCK_1X128:
-            return cursor.call(aten.permute.default, _cut(cursor, scale_inv, 1, outer), [1, 0])
-        if isinstance(inner, int):
-            return _cut(cursor, scale_inv, 1, num_blocks(inner, BLOCK))
-        return scale_inv  # the blocks beyond are cut with the values
-
-    def can_transpose(self, quantization: Quantization) -> bool:
-        return quantization.granularity is Granularity.BLOCK_128X128
-
-    def transposed_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
-        """The grid of blocks, transposed: GEMM-ready, for batches as their casts leave it."""
-        value, columnwise = made.copy.value, made.copy.columnwise
-        blocks = num_blocks(value.rows if columnwise else value.cols, BLOCK)
-        first = value_of(made.scale_inv).dim() - 2
-        grid = cursor.call(aten.slice.Tensor, made.scale_inv, first + 1, 0, blocks)
-        grid = cursor.call(aten.permute.default, grid, [*range(first), first + 1, first])
-        extra = -value_of(grid).shape[-1] % SCALE_ALIGNMENT if value.batch is None else 0
-        if extra:
-            grid = cursor.call(aten.constant_pad_nd.default, grid, [0, extra], 0)
-        return cursor.call(aten.clone.default, grid, memory_format=torch.contiguous_format)
-
-
-class MXFP8Scheme(BlockScheme):
-    """Blocks of 32, with E8M0 scales: uint8 in graphs (NOTE [E8M0] in lowering/scaling.py)."""
-
-    scale_bytes = 1
-
-    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
-        device = value_of(site.node).device
-        is_grouped = site.form is not None
-        gemm = hardware.Gemm(E4M3, E4M3, Granularity.BLOCK_1X32, Granularity.BLOCK_1X32, is_grouped=is_grouped)
-        refusal = hardware.refusal(gemm, device)
-        if refusal is None:
-            return None
-        instead = "; use the recipe 'blockwise' there" if hardware.has_fp8_tensor_cores(device) else ""
-        return Reason(ReasonKind.HARDWARE, f"{refusal}{instead}")
-
-    def scale_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
-        return cursor.call(ops.scale_values_mxfp8.default, data, scale_inv)
