@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -26,79 +26,62 @@ from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Layout, QuantizedTensor
 
 
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """Facts about graph and plan that every gather's decision needs, found once: a graph may have hundreds of gathers."""
-
-    layouts: Mapping[QuantizedTensor, Sequence[Layout]]  # The layouts of each tensor's copies.
-    sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
-    """The layouts of the copies that forward reads, and of those that backward reads."""
-    first_reader: Mapping[QuantizedTensor, tuple[int, GemmSite]]  # The first GEMM that reads a copy of it, behind its place.
-    rewritten: frozenset[fx.Node]
-    origin: Mapping[fx.Node, fx.Node | None]  # Node -> the one node of whose elements alone it consists (`origins`).
-    live: frozenset[fx.Node]
-
-
 def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
     """The plan with a decision for every all-gather that feeds FP8 GEMMs."""
     if not plan.rewritten or not (found := waits(graph)):
         return plan
-    facts = _facts(graph, plan)
-    read = by_key(facts.layouts, lambda tensor: facts.origin[tensor.value.root])
-    gathered = [_decide(facts, Gather.read(w, context.shares_scales), tuple(read[w])) for w in found if w in read]
+    layouts, copies, order = plan.layouts, plan.copies, {node: i for i, node in enumerate(graph.nodes)}
+    first: dict[QuantizedTensor, tuple[int, GemmSite]] = {}  # The first GEMM that reads a copy of a tensor, behind its place.
+    for decision in sorted(plan.rewritten, key=lambda d: order[d.site.node]):
+        for copy in decision.copies:
+            first.setdefault(copy.tensor, (order[decision.site.node], decision.site))
+    read = [{c for d in plan.rewritten if d.site.is_backward == side for c in d.copies} for side in (False, True)]
+    every, *of_sides = (
+        {tensor: [layouts[c] for c in made if c in side] for tensor, made in copies.items()} for side in (set(layouts), *read)
+    )
+    rewritten, origin = {d.site.node for d in plan.rewritten}, origins(graph)
+    reader_of = _reader_finder(graph, plan, origin)
+
+    def decide(gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
+        sent = _sent(tensors, every, gather)
+        if is_recomputed(gather.collective):  # there are two gathers anyway, and each brings what its side reads
+            num_bytes = max(sum(_sent(tensors, here, gather).values(), Fraction()) for here in of_sides)
+        else:
+            num_bytes = sum(sent.values(), Fraction())
+        reader = reader_of(gather.wait)
+        reason: Reason | None = None
+        if reader is not None:
+            reason = read_in_high_precision(reader)
+        elif gather.source in rewritten:
+            reason = Reason(ReasonKind.READERS, "the shard is the result of an FP8 GEMM, with nothing in between")
+        elif any(t.value.batch is not None or t.value.groups is not None for t in tensors):
+            reason = Reason(ReasonKind.READERS, "a grouped GEMM reads it, whose operands are gathered in high precision")
+        elif num_bytes >= value_of(gather.wait).element_size():
+            detail = f"FP8 copies with {len(sent)} different scales would be no smaller than the tensor itself"
+            reason = Reason(ReasonKind.BYTES, detail)
+        else:
+            ways = (scheme_of(t.quantization).gather_obstacle(t, every[t], gather) for t in tensors)
+            reason = next((obstacle for obstacle in ways if obstacle is not None), None)
+        _, site = min((first[t] for t in tensors), key=lambda found: found[0])
+        meaning = Meaning((), {gather.wait: value(gather.wait)})
+        moves = tuple(meaning(tensor.value.root).moves for tensor in tensors) if reason is None else ()
+        return Gathered(gather, tensors, float(num_bytes), site, reason, moves)
+
+    tensors_of = by_key(copies, lambda tensor: origin[tensor.value.root])
+    gathered = [decide(Gather.read(w, context.shares_scales), tuple(tensors_of[w])) for w in found if w in tensors_of]
     return dataclasses.replace(plan, gathers=tuple(gathered))
 
 
 def high_precision_readers(graph: fx.Graph, plan: Plan, tensors: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The tensors that something needs after all GEMMs of the plan are rewritten -> the first node that does."""
-    facts = _facts(graph, plan)
-    return {node: reader for node in tensors if (reader := _high_precision_reader(facts, node)) is not None}
+    reader_of = _reader_finder(graph, plan, origins(graph))
+    return {node: reader for node in tensors if (reader := reader_of(node)) is not None}
 
 
 def read_in_high_precision(reader: fx.Node) -> Reason:
     """Why a tensor is gathered as it is."""
     name = "the model's output" if reader.op == "output" else operation_name(reader)
     return Reason(ReasonKind.READERS, f"{name} reads the gathered tensor in high precision")
-
-
-def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
-    layouts, copies, order = plan.layouts, plan.copies, {node: i for i, node in enumerate(graph.nodes)}
-    first: dict[QuantizedTensor, tuple[int, GemmSite]] = {}
-    for decision in sorted(plan.rewritten, key=lambda d: order[d.site.node]):
-        for copy in decision.copies:
-            first.setdefault(copy.tensor, (order[decision.site.node], decision.site))
-    read = [{c for d in plan.rewritten if d.site.is_backward == side for c in d.copies} for side in (False, True)]
-    every, forward, backward = (
-        {tensor: [layouts[c] for c in made if c in side] for tensor, made in copies.items()} for side in (set(layouts), *read)
-    )
-    rewritten = frozenset(d.site.node for d in plan.rewritten)
-    return _Facts(every, (forward, backward), first, rewritten, origins(graph), _live(graph, plan))
-
-
-def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
-    sent = _sent(tensors, facts.layouts, gather)
-    if is_recomputed(gather.collective):  # there are two gathers anyway, and each brings what its side reads
-        num_bytes = max(sum(_sent(tensors, layouts, gather).values(), Fraction()) for layouts in facts.sides)
-    else:
-        num_bytes = sum(sent.values(), Fraction())
-    reader = _high_precision_reader(facts, gather.wait)
-    reason: Reason | None = None
-    if reader is not None:
-        reason = read_in_high_precision(reader)
-    elif gather.source in facts.rewritten:
-        reason = Reason(ReasonKind.READERS, "the shard is the result of an FP8 GEMM, with nothing in between")
-    elif any(t.value.batch is not None or t.value.groups is not None for t in tensors):
-        reason = Reason(ReasonKind.READERS, "a grouped GEMM reads it, whose operands are gathered in high precision")
-    elif num_bytes >= value_of(gather.wait).element_size():
-        detail = f"FP8 copies with {len(sent)} different scales would be no smaller than the tensor itself"
-        reason = Reason(ReasonKind.BYTES, detail)
-    else:
-        ways = (scheme_of(t.quantization).gather_obstacle(t, facts.layouts[t], gather) for t in tensors)
-        reason = next((obstacle for obstacle in ways if obstacle is not None), None)
-    _, first = min((facts.first_reader[t] for t in tensors), key=lambda found: found[0])
-    meaning = Meaning((), {gather.wait: value(gather.wait)})
-    moves = tuple(meaning(tensor.value.root).moves for tensor in tensors) if reason is None else ()
-    return Gathered(gather, tensors, float(num_bytes), first, reason, moves)
 
 
 def _sent(
@@ -112,27 +95,13 @@ def _sent(
     return found
 
 
-def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:
-    """The first node that needs a gathered tensor or an input, seen through moves, once all GEMMs of the plan are rewritten."""
-    seen: set[fx.Node] = set()
-    queue = deque(wait.users)
-    while queue:
-        node = queue.popleft()
-        addend = addend_of(node) if node in facts.rewritten else wait
-        if node in seen or (addend is not wait and addend not in seen):
-            continue
-        seen.add(node)
-        if facts.origin[node] is wait:
-            queue += node.users
-        elif node in facts.live:
-            return node
-    return None
-
-
-def _live(graph: fx.Graph, plan: Plan) -> frozenset[fx.Node]:
-    """The nodes that something reads in high precision once the plan is carried out. Quantized tensors count as read, also
-    those that will travel in FP8: that keeps nodes alive from which a gather is made, and the moves behind it, of which none is
-    a reader in question."""
+def _reader_finder(
+    graph: fx.Graph, plan: Plan, origin: Mapping[fx.Node, fx.Node | None]
+) -> Callable[[fx.Node], fx.Node | None]:
+    """A function that finds the first node that needs a gathered tensor or an input, seen through moves, once all GEMMs of the
+    plan are rewritten. What is live then is found once: a graph may have hundreds of gathers. Quantized tensors count as read,
+    also those that will travel in FP8: that keeps nodes alive from which a gather is made, and the moves behind it, of which
+    none is a reader in question. origin: `origins` of the graph."""
     reads: dict[fx.Node, list[fx.Node]] = {}
     for decision in plan.rewritten:
         addend = addend_of(decision.site.node)
@@ -145,7 +114,23 @@ def _live(graph: fx.Graph, plan: Plan) -> frozenset[fx.Node]:
         if node not in live:
             live.add(node)
             pending += reads.get(node, node.all_input_nodes)
-    return frozenset(live)
+
+    def reader_of(wait: fx.Node) -> fx.Node | None:
+        seen: set[fx.Node] = set()
+        queue = deque(wait.users)
+        while queue:
+            node = queue.popleft()
+            addend = addend_of(node) if node in reads else wait
+            if node in seen or (addend is not wait and addend not in seen):
+                continue
+            seen.add(node)
+            if origin[node] is wait:
+                queue += node.users
+            elif node in live:
+                return node
+        return None
+
+    return reader_of
 
 
 aten = torch.ops.aten

@@ -19,6 +19,7 @@ boundaries, who have to agree on them by their calls alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -209,8 +210,9 @@ class Passes:
     """The forwards and backwards of one session, as far as they decide whether its step is over."""
 
     def __init__(self) -> None:
-        self._awaited: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        """Forwards whose backward may come, or come again. A graph that is given up takes its own along."""
+        self._awaited: weakref.WeakValueDictionary[int, Callable[..., None]] = weakref.WeakValueDictionary()
+        """The hooks of forwards whose backward may come, or come again, held by the nodes of autograd that it comes to. A graph
+        that is given up takes its own along."""
         self.last_forward = 0  # The number of the last forward of training, in the order of all sessions; 0: none yet.
         self.last_backward = -1  # Torch's number of the last call of backward that reached a graph since; -1 where none did.
 
@@ -220,9 +222,17 @@ class Passes:
         backward = torch._C._current_graph_task_id()
         if backward == -1:
             self.last_forward, self.last_backward = next(_numbers), -1
-        forward = _Forward(self, self.last_forward, backward)
-        self._awaited.add(forward)
-        hook_backward(result, forward.note_backward)
+        key = next(_numbers)
+        hook = self._awaited[key] = functools.partial(self._note_backward, key, self.last_forward, backward)
+        hook_backward(result, hook)
+
+    def _note_backward(self, key: int, forward: int, backward: int, *_: object) -> None:
+        """Take note of a backward that has come to a forward, a part of this call of backward, or of none: -1."""
+        if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+            return
+        if forward == self.last_forward:
+            self.last_backward = torch._C._current_graph_task_id() if backward == -1 else backward
+        self._awaited.pop(key, None)
 
     @property
     def are_over(self) -> bool:
@@ -232,20 +242,3 @@ class Passes:
     def follow(self, other: Passes) -> bool:
         """True if another session's forwards came before these, and the same backward differentiated both."""
         return self.last_forward > other.last_forward and self.last_backward == other.last_backward != -1
-
-
-class _Forward:
-    """A forward of a graph, held by the nodes of autograd that its backward comes to."""
-
-    def __init__(self, passes: Passes, number: int, backward: int):
-        """backward: the number of the call of backward that it is a part of; -1 for none."""
-        self._passes, self._number, self._backward = passes, number, backward
-
-    def note_backward(self, *_: object) -> None:
-        """Take note of a backward that has come; a hook of autograd's."""
-        if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-            return
-        if self._number == self._passes.last_forward:
-            inner = torch._C._current_graph_task_id()
-            self._passes.last_backward = inner if self._backward == -1 else self._backward
-        self._passes._awaited.discard(self)
