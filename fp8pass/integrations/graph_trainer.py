@@ -78,9 +78,9 @@ def register_fp8_pipeline(
         raise OptionError(f"the option {unknown[0]!r} is unknown here; use select, min_speedup or amax_reduction_group")
     given = CompileOptions(recipe=recipe, rules=rules, step="manual", backend="aot_eager", **options)
     registry = importlib.import_module(f"{_PACKAGE}.registry")
-    pipeline = Pipeline(given)
-    registry.register_pre_train_step_hook(name)(pipeline.before_step)
-    registry.register_pass_pipeline(name)(pipeline.passes)
+    before_step, passes = pipeline(given)
+    registry.register_pre_train_step_hook(name)(before_step)
+    registry.register_pass_pipeline(name)(passes)
 
 
 def fp8_run(trainer: Any) -> Run:
@@ -160,39 +160,39 @@ class Run:
 _runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
 
 
-class Pipeline:
-    """GraphTrainer's default pipeline with the rewrite, and its hook, which runs before a trainer traces its step."""
+def pipeline(options: CompileOptions) -> tuple[Callable[[Any], None], Callable[..., list[Pass]]]:
+    """A hook, which runs before a trainer traces its step, and GraphTrainer's default pipeline with the rewrite."""
+    latest: Callable[[], Any] = lambda: None  # noqa: E731
 
-    def __init__(self, options: CompileOptions):
-        self.options = options
-        self._trainer: Callable[[], Any] = lambda: None
-
-    def before_step(self, trainer: Any) -> None:
+    def before_step(trainer: Any) -> None:
         """The hook. Raises OptionError for a trainer that would not run the pipeline, and so train in high precision."""
-        self._trainer = weakref.ref(trainer)
-        if trainer not in _runs:
-            _check_runs_passes(trainer)
-            if trainer._traced_step is not None:
-                raise OptionError("this trainer has traced its step already; register the pipeline before its first step")
-            (model,) = trainer.model_parts
-            _runs[trainer] = Run(model, Session(model, self.options))
+        nonlocal latest
+        latest = weakref.ref(trainer)
+        if trainer in _runs:
+            _runs[trainer].begin_step(trainer._traced_step)
             return
-        _runs[trainer].begin_step(trainer._traced_step)
+        _check_runs_passes(trainer)
+        if trainer._traced_step is not None:
+            raise OptionError("this trainer has traced its step already; register the pipeline before its first step")
+        (model,) = trainer.model_parts
+        _runs[trainer] = Run(model, Session(model, options))
 
-    def passes(self, traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Pass]:
+    def passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Pass]:
         """GraphTrainer's passes and ours. Raises OptionError for a graph that was compiled ahead, or without the hook."""
         if config.compile.precompile_artifact_dir:
             raise OptionError("a graph from --compile.precompile_artifact_dir is compiled already; leave it out for FP8")
-        run = _runs.get(self._trainer() or self)
+        trainer = latest()
+        run = None if trainer is None else _runs.get(trainer)
         if run is None:
             raise OptionError("a step was traced before the hook had run; call GraphTrainer.train_step, which runs it")
         if config.compile.inductor_compilation == "full":  # Inductor then generates code for casts, and fuses them
             register_lowerings()
         own = importlib.import_module(f"{_PACKAGE}.passes")
-        passes: list[Pass] = own.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
-        return with_rewrite(
-            passes, functools.partial(fp8_pass, run=run, traced=traced), functools.partial(fp8_last_pass, run=run)
-        )
+        found: list[Pass] = own.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
+        first, last = functools.partial(fp8_pass, run=run, traced=traced), functools.partial(fp8_last_pass, run=run)
+        return with_rewrite(found, first, last)
+
+    return before_step, passes
 
 
 def _check_runs_passes(trainer: Any) -> None:

@@ -6,7 +6,7 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.schemes.blocks import BlockScheme
 from fp8pass.schemes.rowwise import RowScheme
 from fp8pass.schemes.scheme import Scheme
-from fp8pass.schemes.tensorwise import SharedRowScheme, TensorScheme
+from fp8pass.schemes.tensorwise import TensorScheme
 from lowering.formats import Granularity
 
 _BLOCKWISE = BlockScheme(is_mx=False)
@@ -15,7 +15,7 @@ _SCHEMES: dict[tuple[Granularity, ScaleFrom], Scheme] = {
     (Granularity.TENSOR_WISE, ScaleFrom.VALUE): TensorScheme(ScaleFrom.VALUE),
     (Granularity.TENSOR_WISE, ScaleFrom.STATE): TensorScheme(ScaleFrom.STATE),
     (Granularity.ROW_WISE, ScaleFrom.VALUE): RowScheme(),
-    (Granularity.ROW_WISE, ScaleFrom.SHARED): SharedRowScheme(ScaleFrom.SHARED),
+    (Granularity.ROW_WISE, ScaleFrom.SHARED): TensorScheme(ScaleFrom.SHARED),
     (Granularity.BLOCK_1X32, ScaleFrom.VALUE): BlockScheme(is_mx=True),
     (Granularity.BLOCK_1X128, ScaleFrom.VALUE): _BLOCKWISE,
     (Granularity.BLOCK_128X128, ScaleFrom.VALUE): _BLOCKWISE,

@@ -74,7 +74,7 @@ class Scheme(abc.ABC):
 
     casts: ClassVar[Any] = ops.cast_with_scales.default  # The operation that quantizes.
     computes_scales: ClassVar[bool] = True  # It computes the scales too. Else they are its arguments.
-    has_one_scale: ClassVar[bool] = False
+    has_one_scale: bool = False
     """All values of a matrix, or of the rows of groups, have one scale: both copies hold the same values, one can be made of
     the other's bytes, and any rows can be cut off."""
     keeps_state: bool = False  # Scales come from the state, and amaxes are recorded in it.

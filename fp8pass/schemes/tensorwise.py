@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 
@@ -25,21 +24,30 @@ CASTS = ops.cast.default
 
 
 class TensorScheme(Scheme):
-    """One scale per tensor; in batched weights each matrix has its own."""
+    """One scale per tensor; in batched weights each matrix has its own. A shared one is stored once per row, for a row-wise
+    GEMM."""
 
     casts = CASTS
     computes_scales = False
-    has_one_scale: ClassVar[bool] = True
 
     def __init__(self, scale_from: ScaleFrom):
-        self.keeps_state = scale_from is ScaleFrom.STATE
+        self.keeps_state, self._is_shared = scale_from is ScaleFrom.STATE, scale_from is ScaleFrom.SHARED
+        self.has_one_scale = not self._is_shared
         self.num_reads = 1 if self.keeps_state else 2
 
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        pairs = zip(site.operands, quantizations, strict=True)
+        if not any(o.value.groups is not None and q.scale_from is ScaleFrom.SHARED for o, q in pairs):
+            return None
+        return Reason(ReasonKind.OPERAND_FORMATS, "one scale for the rows of several groups; a scale per row runs")
+
     def launch_key(self, cast: Cast) -> Hashable | None:
+        if self._is_shared:
+            return cast.layouts if any(layout.columnwise for layout in cast.layouts) else None
         return (cast.layouts, cast.is_first)
 
     def can_transpose(self, quantization: Quantization) -> bool:
-        return True
+        return not self._is_shared
 
     def sent(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> Mapping[Hashable, Fraction]:
         return {tensor: Fraction(1)}
@@ -61,25 +69,6 @@ class TensorScheme(Scheme):
         return None
 
     def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
+        if self._is_shared:
+            return super().sharded(quantization, rows, is_even)
         return engine_obstacle(quantization) or Fraction(1)
-
-
-class SharedRowScheme(TensorScheme):
-    """One per-tensor scale, stored once per row for a row-wise GEMM."""
-
-    has_one_scale = False
-
-    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
-        pairs = zip(site.operands, quantizations, strict=True)
-        if not any(o.value.groups is not None and q.scale_from is ScaleFrom.SHARED for o, q in pairs):
-            return None
-        return Reason(ReasonKind.OPERAND_FORMATS, "one scale for the rows of several groups; a scale per row runs")
-
-    def launch_key(self, cast: Cast) -> Hashable | None:
-        return cast.layouts if any(layout.columnwise for layout in cast.layouts) else None
-
-    def can_transpose(self, quantization: Quantization) -> bool:
-        return False
-
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
-        return Scheme.sharded(self, quantization, rows, is_even)

@@ -113,7 +113,10 @@ class Probe:
         self.keeps_operands = False  # Keep the operands of forward GEMMs in this pass.
         self.gradient_scale = 0.0  # The factor of tangents for the effects of gradients; 0 if this pass does not measure them.
         self.toggled: Key | None = None  # The GEMM, or the module's saved values, in FP8 in this pass.
+        # By the number of a call and of a GEMM, and by operand: operands; the errors of results; tangents.
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.errors: dict[tuple[int, int], torch.Tensor] = {}
+        self.tangents: dict[tuple[int, int, int], torch.Tensor] = {}
         self.step_size = 1.0  # The factor by which a tangent was multiplied when operands were kept.
         self.num_calls = 0
         self.pass_number = 0
@@ -123,6 +126,7 @@ class Probe:
         self.outputs = self.keeps_operands = False
         self.gradient_scale, self.toggled, self.num_calls = 0.0, None, 0
         self.pass_number += 1
+        self.errors, self.tangents = {}, {}
         for name, value in settings.items():
             setattr(self, name, value)
 
@@ -239,16 +243,6 @@ def _parts(ends: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-@dataclasses.dataclass
-class _GraphCall:
-    """One call of a graph: its backward comes later."""
-
-    index: int
-    placement: Placement
-    errors: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    tangents: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
-
-
 class _Graph:
     """Runs the graphs of one of Dynamo's. The backward belongs to the latest call that has had none."""
 
@@ -257,13 +251,13 @@ class _Graph:
         self.gemms: list[Probed | None] = []
         self.saved: dict[str, tuple[SavedValue, SavedRecord]] = {}  # What is saved in FP8, by the backward's inputs.
         self.inputs: frozenset[str] = frozenset()  # The joint graph's inputs by name, which casts read as they are.
-        self.calls: list[_GraphCall] = []
+        self.calls: list[tuple[int, Placement]] = []  # The number of a call in this pass, and whose it is.
         self.pass_of_calls = -1
 
     def enter(self, placement: Placement) -> None:
         if self.pass_of_calls != self.probe.pass_number:
             self.calls, self.pass_of_calls = [], self.probe.pass_number
-        self.calls.append(_GraphCall(self.probe.num_calls, placement))
+        self.calls.append((self.probe.num_calls, placement))
         self.probe.num_calls += 1
 
     def runner(self, module: fx.GraphModule, *, is_backward: bool) -> Callable[..., Any]:
@@ -280,10 +274,10 @@ class _Graph:
 class _Runner(fx.Interpreter):
     """Runs a graph node by node; at a GEMM it measures."""
 
-    def __init__(self, module: fx.GraphModule, graph: _Graph, call: _GraphCall, is_backward: bool):
+    def __init__(self, module: fx.GraphModule, graph: _Graph, call: tuple[int, Placement], is_backward: bool):
         super().__init__(module)
         self.owner = graph
-        self.call = call
+        self.call, self.placement = call
         self.is_backward = is_backward
         self.inputs: dict[fx.Node, torch.Tensor] = {}
 
@@ -301,18 +295,18 @@ class _Runner(fx.Interpreter):
         if not self.is_backward:
             probe = self.owner.probe
             for i, operand in enumerate(operands):
-                place = (self.call.index, number, i)
+                place = (self.call, number, i)
                 if probe.keeps_operands:
                     probe.kept[place] = operand.to("cpu", torch.float32, copy=True)
                 elif probe.gradient_scale and place in probe.kept:
                     change = probe.kept.pop(place) - operand.to("cpu", torch.float32)
-                    self.call.tangents[number, i] = change / probe.step_size
+                    probe.tangents[place] = change / probe.step_size
         return self._measured(n, number, gemm, operands, result)
 
     def _saved(self, value: SavedValue, record: SavedRecord, x: torch.Tensor) -> torch.Tensor:
         """A value that is saved in FP8, rounded in the pass that is to."""
         probe = self.owner.probe
-        key = self.call.placement.name_module(record.path), SAVED
+        key = self.placement.name_module(record.path), SAVED
         if probe.outputs:
             probe.saved[key] += size_hint(value.bytes_before) - size_hint(value.bytes_after)
         if probe.toggled != key:
@@ -324,7 +318,7 @@ class _Runner(fx.Interpreter):
 
     def _measured(self, n: fx.Node, number: int, gemm: Probed, operands: Sequence[torch.Tensor], result: Any) -> Any:
         probe = self.owner.probe
-        key = (self.call.placement.name_module(gemm.record.path), gemm.record.role)
+        key = (self.placement.name_module(gemm.record.path), gemm.record.role)
         if probe.outputs and self.is_backward:
             self._finish_output(gemm, operands)
         if gemm.roundings is None:
@@ -342,9 +336,9 @@ class _Runner(fx.Interpreter):
         read = [self._read(node, x) for node, x in zip(operands_of(n), operands, strict=True)]
         error = product_error(read[0], read[1], *gemm.roundings, None if offs is None else self.env[offs])
         if measures and not self.is_backward:
-            self.call.errors[number] = error.to("cpu")
+            probe.errors[self.call, number] = error.to("cpu")
         elif measures and gemm.forward is not None:
-            tangent = self.call.tangents.get((gemm.forward, gemm.of_operand))
+            tangent = probe.tangents.get((self.call, gemm.forward, gemm.of_operand))
             if tangent is not None:
                 read_as = gemm.transposed(tangent)
                 probe.effects[key].add(probe.gradient_scale * read_as, error.to("cpu").view(read_as.shape))
@@ -363,11 +357,11 @@ class _Runner(fx.Interpreter):
         """The effect of the forward GEMM, now that the gradient of its result is known."""
         if gemm.forward is None:
             return
-        error = self.call.errors.pop(gemm.forward, None)
+        error = self.owner.probe.errors.pop((self.call, gemm.forward), None)
         mate = self.owner.gemms[gemm.forward]
         if error is not None and mate is not None:
             gradient = gemm.transposed(operands[gemm.gradient_at].to("cpu"))
-            key = (self.call.placement.name_module(mate.record.path), mate.record.role)
+            key = (self.placement.name_module(mate.record.path), mate.record.role)
             self.owner.probe.effects[key].add(gradient, error.view(gradient.shape))
 
 

@@ -48,12 +48,7 @@ def described(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, of
     return Described(tuple(map(int, size)), tuple(map(int, stride)), dtype, int(offset) % (16 // dtype.itemsize))
 
 
-class _Thread(threading.local):
-    compiles = False
-    launched: list[Any] | None = None  # The kernels that `with_launches` collects.
-
-
-_THREAD = _Thread()
+_THREAD = threading.local()  # `compiles`: True while it compiles ahead. `launched`: the kernels that `with_launches` collects.
 _LOCK = threading.Lock()
 _SUBMITTED: set[str] = set()
 _UNDER_WAY: list[concurrent.futures.Future[None]] = []
@@ -71,11 +66,11 @@ class Kernel:
         self.__doc__ = jit.fn.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if _THREAD.compiles:
+        if compiles_only():
             return lambda *args, **options: self.jit.warmup(*args, grid=grid, **options)
         if _UNDER_WAY:
             wait()
-        run, launched = self.jit.run, _THREAD.launched
+        run, launched = self.jit.run, getattr(_THREAD, "launched", None)
         if launched is None:
             return lambda *args, **options: run(*args, grid=grid, warmup=False, **options)
         # What `self.jit[grid]` calls is called here, because another function around it would pass on all arguments again.
@@ -85,7 +80,7 @@ class Kernel:
 def with_launches(function: Callable[..., T], args: Iterable[Any], options: Mapping[str, Any]) -> tuple[T, list[Any]]:
     """The results of a call, and Triton's compiled kernels that it launches in this thread, in order."""
     found: list[Any] = []
-    before = _THREAD.launched
+    before = getattr(_THREAD, "launched", None)
     _THREAD.launched = found
     try:
         return function(*args, **options), found
@@ -95,7 +90,7 @@ def with_launches(function: Callable[..., T], args: Iterable[Any], options: Mapp
 
 def compiles_only() -> bool:
     """True if this thread compiles ahead."""
-    return _THREAD.compiles
+    return getattr(_THREAD, "compiles", False)
 
 
 def compile_ahead(launch: Callable[..., Any], name: str, device: torch.device, args: Iterable[Any], options: Any) -> None:

@@ -19,8 +19,8 @@ from fp8pass import fp8_compile, inspect, rewrite_graph
 from fp8pass.errors import NotCompiledError, OptionError, RecipeError
 from fp8pass.integrations import graph_trainer as integration
 from fp8pass.integrations.graph_trainer import (
-    Pipeline,
     fp8_run,
+    pipeline,
     register_fp8_pipeline,
     save_fp8_gemms_pass,
     share_launches_pass,
@@ -108,7 +108,8 @@ def test_a_trainer_that_would_run_no_pipeline_is_refused():
         trainer.parallel_dims = types.SimpleNamespace(pp_enabled=pp_enabled)
         trainer.config = types.SimpleNamespace(compile=types.SimpleNamespace(**options))
         trainer._traced_step = object()
-        Pipeline(CompileOptions()).before_step(trainer)
+        before_step, _ = pipeline(CompileOptions())
+        before_step(trainer)
 
     with pytest.raises(OptionError, match="pipeline parallelism runs no pass pipeline"):
         hook(pp_enabled=True)
