@@ -207,12 +207,16 @@ def quantize_weight(
     return lowering.quantize(matrix, scale, quantization.dtype), scale_inv
 
 
-def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: Kind) -> torch.Tensor:
+def rounded(
+    x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: Kind, parts: Sequence[slice] = ()
+) -> torch.Tensor:
     """A matrix [outer, inner], or a batch of them, as FP8 holds it: float32 of the same shape. The GEMM sums over `inner`. A
     batch is one tensor; of weights, and with scales of lines or blocks, each matrix has scales of its own. A scale from the
-    state is that of a tensor without a history: its own."""
+    state is that of a tensor without a history: its own. parts: of `inner`, with each of which lines and blocks begin anew."""
     if x.dim() == 3 and (kind == "weight" or not quantization.has_one_scale):
         return torch.stack([rounded(matrix, recipe, quantization, kind) for matrix in x])
+    if parts and not quantization.has_one_scale:
+        return torch.cat([rounded(x[:, part], recipe, quantization, kind) for part in parts], 1)
     if not x.numel():
         return x.float()
     matrix = x.reshape(-1, x.shape[-1]).contiguous()

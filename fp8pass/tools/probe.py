@@ -7,6 +7,7 @@ is left unchanged. GEMMs are found and decided as the rewrite does, on the joint
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -23,9 +24,7 @@ from torch.distributed.tensor import DTensor
 from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.graph.cursor import always_recompute
 from fp8pass.graph.gemms import GemmSite, GraphContext, kind_of, offs_of, operands_of, operation_of
-from fp8pass.graph.origin import Kind
 from fp8pass.graph.values import resolve, size_hint
-from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.launches import plan_recomputation
 from fp8pass.rewrite.plan import Decision, make_plan
@@ -53,17 +52,7 @@ _MOVE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 4e-3, torch.bf
 REPEATABLE = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-    """The quantization of an operand."""
-
-    quantization: Quantization
-    kind: Kind
-    recipe: Recipe
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A matrix [outer, inner], or a batch of them, as FP8 holds it."""
-        return rounded(x, self.recipe, self.quantization, self.kind)
+Rounding = Callable[..., torch.Tensor]  # `rounded` of an operand.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +183,10 @@ def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite]
     site, kind = decision.site, kind_of(decision.site.node)
     if not site.operands or kind is None or any(kind.transposes) or operation_of(site.node) is not site.node:
         return None
-    made = [Rounding(c.quantization, o.kind, c.recipe) for c, o in zip(decision.copies, site.operands, strict=False)]
+    made = [
+        functools.partial(rounded, recipe=c.recipe, quantization=c.quantization, kind=o.kind)
+        for c, o in zip(decision.copies, site.operands, strict=False)
+    ]
     of = (made[0], made[1]) if made else None
     gradients = [i for i, operand in enumerate(site.operands) if operand.kind == "grad_output"]
     mate = None if site.forward is None else sites[site.forward]
@@ -215,19 +207,12 @@ def product_error(
     ends = [int(end) for end in offs.tolist()]
     if b.dim() == 2:
         a, b = a[:, : ends[-1]], b[: ends[-1]]
-        near_a, near_b = _in_groups(a, of_a, ends), _in_groups(b.mT, of_b, ends).mT
+        near_a, near_b = of_a(a, parts=_parts(ends)), of_b(b.mT, parts=_parts(ends)).mT
     else:
         a = a.clone()
         a[ends[-1] :] = 0  # they reach no amax that other rows share
         near_a, near_b = of_a(a), of_b(b.mT).mT
     return _grouped(near_a, near_b, ends) - _grouped(a.float(), b.float(), ends)
-
-
-def _in_groups(x: torch.Tensor, rounding: Rounding, ends: list[int]) -> torch.Tensor:
-    """[outer, slots]: one scale is that of all groups, and blocks along the slots begin with each group."""
-    if rounding.quantization.has_one_scale:
-        return rounding(x)
-    return torch.cat([rounding(x[:, part]) for part in _parts(ends)], 1)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> torch.Tensor:

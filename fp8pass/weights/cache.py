@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -76,21 +76,11 @@ class WeightKey:
     layout: Layout | None  # The layout of the copy; None for the amax, which all copies share.
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The values that a weight's copies were made of, as far as the host knows. Equal ones mean equal values. A write through
-    `.data` in the middle of a step changes none of it."""
+Origin = tuple[Hashable, ...]
+"""The values that a weight's copies were made of, as far as the host knows: equal ones mean equal values. A write through
+`.data` in the middle of a step changes none of it. See `_origin_of`; those that share the scale come behind it."""
 
-    version: int  # The Parameter's version counter, which every change in place raises.
-    storage: int  # Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same.
-    address: int  # The address of its data: that of a storage can be replaced.
-    strides: tuple[int, ...]  # By which a transpose of it in the same memory differs.
-    renewals: int
-    """The number of times that copies of Parameters that train, or that do not, have been given up in spite of all else."""
-    others: tuple[Origin, ...] = ()  # The origins of the Parameters that share the scale.
-
-
-RELEASED = Origin(-2, 0, 0, (), 0)  # Copies of a Parameter without values: what was made before is all there is.
+RELEASED: Origin = ("released",)  # Copies of a Parameter without values: what was made before is all there is.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,13 +193,15 @@ class CachedWeight:
 
 
 def _origin_of(parameter: torch.Tensor, renewals: Sequence[int]) -> Origin:
+    """The version counter, which every change in place raises; where the values are, of which a storage's identity is kept from
+    others by the copies' weak reference, and its data may be replaced; and how often copies of Parameters that train, or that
+    do not, have been given up in spite of all else."""
     if is_released(parameter):
         return RELEASED
     # An inference tensor counts none; its copies are not cached.
     version = -1 if parameter.is_inference() else parameter._version
-    storage = parameter.untyped_storage()
-    where = storage._cdata, parameter.data_ptr(), parameter.stride()
-    return Origin(version, *where, renewals[0 if parameter.requires_grad else 1])
+    where = parameter.untyped_storage()._cdata, parameter.data_ptr(), parameter.stride()
+    return version, *where, renewals[0 if parameter.requires_grad else 1]
 
 
 def storages_of(given: Given) -> tuple[StorageWeakRef, ...]:
@@ -301,7 +293,7 @@ class WeightCache:
     def origin(self, given: Given) -> Origin:
         """The origin of copies of a weight that are made now."""
         own, *others = (_origin_of(p, self._renewals) for p in given)
-        return dataclasses.replace(own, others=tuple(others)) if others and own is not RELEASED else own
+        return own if own is RELEASED else (*own, *others)
 
     def current(
         self, given: Mapping[CachedWeight, Given], scales: Scales, *, trains: bool, checks: bool = False

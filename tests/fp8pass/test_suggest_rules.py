@@ -1,5 +1,6 @@
 """`suggest_rules`: expected effects against toggling by other means, planted outliers, and a model that is left as it was."""
 
+import functools
 import json
 
 import numpy as np
@@ -12,7 +13,8 @@ from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, 
 from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.rules import parse_rules
-from fp8pass.tools.probe import Rounding, StepPasses, product_error, restorer
+from fp8pass.schemes import eager
+from fp8pass.tools.probe import StepPasses, product_error, restorer
 from fp8pass.tools.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3
 from tests.support.fp8 import rounded
@@ -370,7 +372,8 @@ def roundings(recipe, role, kinds):
     transposed = {"output": (False, False), "grad_input": (False, True), "grad_weight": (True, False)}[role]
     value = MatrixValue(fx.Graph().placeholder("x"), 1, 1)
     made = (Operand(value, t, kind) for kind, t in zip(kinds, transposed, strict=True))
-    return [Rounding(recipe.quantization(operand, role), operand.kind, recipe) for operand in made]
+    quantized = [(operand.kind, recipe.quantization(operand, role)) for operand in made]
+    return [functools.partial(eager.rounded, recipe=recipe, quantization=q, kind=kind) for kind, q in quantized]
 
 
 # -- saved values

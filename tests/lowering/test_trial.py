@@ -34,7 +34,7 @@ class Casts:
 
     def __call__(self, x, scale):
         self.calls.append(tuple(x.shape))
-        if ahead._THREAD.launched is not None:
+        if getattr(ahead._THREAD, "launched", None) is not None:
             ahead._THREAD.launched.append(launched(self.variants(x)))
         q, q_t = cast(x, scale)
         if self.is_wrong(x):
