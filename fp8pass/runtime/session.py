@@ -176,7 +176,7 @@ class Session:
         self._past_rules: dict[Rules, None] = {self.rules: None}  # All rules that were in force so far, in their order.
         self.monitor: Any = None
         """The monitor that measures steps, while it does: `watch(step)` is the scope of a step's measurement or None,
-        `after_step(step)` takes note of a step's end, `latest` are the last numbers."""
+        `after_step(session)` takes note of a step's end, `latest` are the last numbers."""
         # What is known of calls.
         self.frame: CodeType | None = None  # Of the frame of ours around a model that is a module of torch's.
         self.is_shared = False  # True if modules compiled one by one share it, so that a call shows only a part of the model.
@@ -382,7 +382,7 @@ def end_steps(sessions: Sequence[Session], others: Sequence[Session] = ()) -> No
     with held[0] if len(held) == 1 else _all_of(held):
         for session in sessions:
             if session.monitor is not None and session.clock.is_step_pending:
-                session.monitor.after_step(session.num_steps)
+                session.monitor.after_step(session)
         for session in sessions:
             session.stores.before_boundary()
         shared.end_steps([store for s in sessions for store in s.stores], [store for s in others for store in s.stores])

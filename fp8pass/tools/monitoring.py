@@ -19,7 +19,7 @@ from fp8pass.errors import OptionError
 from fp8pass.inputs import STATISTICS, BoundInputs, ExtraInput, InputProvider, Measured, MonitorRow, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import SAVED
-from fp8pass.runtime.session import Part
+from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.tools.tables import as_text, make_table
 from lowering import statistics
@@ -283,9 +283,18 @@ class Monitor:
     """
 
     def __init__(self, parts: Sequence[Part], every: int, log: Log | None, products: bool):
-        self._sessions = [SessionMonitor(self, part, every, "products" if products else "tensors") for part in parts]
-        self._log = log
+        self._parts, self._every, self._log = {part.session: part for part in parts}, every, log
+        self._scope: Measured = "products" if products else "tensors"
         self._latest: Measurement | None = None
+        self._providers: dict[Session, StatisticsProvider] = {}
+        for session in self._parts:
+            if session.measuring is None:
+                session.measuring = StatisticsProvider()
+            assert isinstance(session.measuring, StatisticsProvider)
+            self._providers[session] = session.measuring
+            session.measuring.take()
+            session.monitor = self
+            session.clock.agrees = is_distributed(None)
 
     @property
     def latest(self) -> Measurement | None:
@@ -295,30 +304,50 @@ class Monitor:
         next forward begins. In a single process they can be read as soon as they are computed.
         """
         if not is_distributed(None):
-            pending = [own for own in self._sessions if own.provider.has_written()]
+            pending = [(session, found) for session, found in self._providers.items() if found.has_written()]
             if pending:
-                return _together([own.measured(own.session.num_steps, own.provider.read()) for own in pending])
+                return _together([self._measured(session, provider.read()) for session, provider in pending])
         return self._latest
+
+    def watch(self, step: int) -> Measured | None:
+        """The scope of a step that is measured; None for one that is not."""
+        return self._scope if step % self._every == 0 else None
+
+    def after_step(self, session: Session) -> None:
+        """Take the numbers of the step that a session ends, of all ranks together."""
+        if self.watch(session.num_steps) is None:
+            return
+        found = self._measured(session, _of_all_ranks(self._providers[session].take()))
+        earlier = self._latest
+        is_same = earlier is not None and earlier.step == found.step and len(self._parts) > 1
+        self._latest = _together([earlier, found]) if is_same and earlier is not None else found
+        if self._log is not None:
+            self._log(found.to_dict())
 
     def stop(self) -> None:
         """Measure no more steps; `latest` is kept. Logs the last measured step if it has not ended. Called by every rank."""
         self._stop(True)
 
     def _stop(self, logs: bool) -> None:
-        if logs:
-            for own in self._sessions:
-                own.finish_step()
+        for session, provider in self._providers.items() if logs else ():
+            is_under_way = session.monitor is self and session.clock.is_step_pending  # no boundary has ended it yet
+            if is_under_way and (is_distributed(None) or provider.has_written()):
+                self.after_step(session)
         self._latest = self.latest
-        for own in self._sessions:
-            own.stop()
+        for session, provider in self._providers.items():
+            provider.take()
+            if session.monitor is self:
+                session.monitor = None
+                session.clock.agrees = False
 
-    def finish(self, measurement: Measurement) -> None:
-        """Add the numbers of one part of the model, whose measured step has ended."""
-        earlier = self._latest
-        is_same = earlier is not None and earlier.step == measurement.step and len(self._sessions) > 1
-        self._latest = _together([earlier, measurement]) if is_same and earlier is not None else measurement
-        if self._log is not None:
-            self._log(measurement.to_dict())
+    def _measured(self, session: Session, found: Mapping[MonitorRow, torch.Tensor]) -> Measurement:
+        """The records of what was counted, by paths in the whole model."""
+        part = self._parts[session]
+        outer = {
+            dataclasses.replace(row, name=row.name.placed(part.outer(row.name.module))): vector for row, vector in found.items()
+        }
+        ages = dict(zip(outer, (_age(session, row) for row in found), strict=True))
+        return _measurement(session.num_steps, outer, ages)
 
     def __enter__(self) -> Self:
         return self
@@ -335,68 +364,20 @@ class Monitor:
         return f"Monitor({'nothing measured yet' if latest is None else f'step {latest.step}, {len(latest.tensors)} tensors'})"
 
 
-class SessionMonitor:
-    """The monitor of one session: see `Session.monitor`."""
-
-    def __init__(self, monitor: Monitor, part: Part, every: int, scope: Measured):
-        self.session = session = part.session
-        if session.measuring is None:
-            session.measuring = StatisticsProvider()
-        assert isinstance(session.measuring, StatisticsProvider)
-        self.provider = session.measuring
-        self.provider.take()
-        self._monitor, self._part, self._every, self._scope = monitor, part, every, scope
-        session.monitor = self
-        session.clock.agrees = is_distributed(None)
-
-    @property
-    def latest(self) -> Measurement | None:
-        """The latest numbers of the whole monitor."""
-        return self._monitor.latest
-
-    def watch(self, step: int) -> Measured | None:
-        """The scope of a step that is measured; None for one that is not."""
-        return self._scope if step % self._every == 0 else None
-
-    def after_step(self, step: int) -> None:
-        """Take the numbers of a step, of all ranks together."""
-        if self.watch(step) is not None:
-            self._monitor.finish(self.measured(step, _of_all_ranks(self.provider.take())))
-
-    def finish_step(self) -> None:
-        """Take the numbers of the step that is under way, which no boundary has ended yet."""
-        is_under_way = self.session.monitor is self and self.session.clock.is_step_pending
-        if is_under_way and (is_distributed(None) or self.provider.has_written()):
-            self.after_step(self.session.num_steps)
-
-    def measured(self, step: int, found: Mapping[MonitorRow, torch.Tensor]) -> Measurement:
-        """The records of what was counted, by paths in the whole model."""
-        outer = {
-            dataclasses.replace(row, name=row.name.placed(self._part.outer(row.name.module))): vector
-            for row, vector in found.items()
-        }
-        return _measurement(step, outer, dict(zip(outer, map(self._age, found), strict=True)))
-
-    def _age(self, row: MonitorRow) -> int | None:
-        recipe = row.recipe
-        if not isinstance(recipe, DelayedScaling) or row.copy is None or recipe.amax_compute_algo != "max":
-            return None
-        stores, name = self.session.stores, str(self.session.stores.name_under(recipe, row.name))
-        store = next((store for store in stores if store.recipe == recipe and name in store), None)
-        if store is None:
-            return None
-        # The oldest first; staged amaxes are no history.
-        history = store.amax_history[1:, store.columns(name)].amax(dim=1).tolist()
-        if not any(history):
-            return None
-        return len(history) - max(i for i, amax in enumerate(history) if amax == max(history))
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        self.provider.take()
-        if self.session.monitor is self:
-            self.session.monitor = None
-            self.session.clock.agrees = False
+def _age(session: Session, row: MonitorRow) -> int | None:
+    """The steps since the largest amax in a tensor's history was recorded; None where no such amax makes the scale."""
+    recipe = row.recipe
+    if not isinstance(recipe, DelayedScaling) or row.copy is None or recipe.amax_compute_algo != "max":
+        return None
+    stores, name = session.stores, str(session.stores.name_under(recipe, row.name))
+    store = next((store for store in stores if store.recipe == recipe and name in store), None)
+    if store is None:
+        return None
+    # The oldest first; staged amaxes are no history.
+    history = store.amax_history[1:, store.columns(name)].amax(dim=1).tolist()
+    if not any(history):
+        return None
+    return len(history) - max(i for i, amax in enumerate(history) if amax == max(history))
 
 
 def start(parts: Sequence[Part], every: object, log: object, products: object) -> Monitor:
