@@ -67,7 +67,7 @@ MUTANTS: list[Mutant] = [
         ("the step before is not forgotten", "            self.amax_history[:, self.where(name)] = 0\n",
          "            self.amax_history[1:, self.where(name)] = 0\n")),
     *_of("tools/monitoring.py", "fp8pass/test_monitor.py -k under_way",
-        ("stop logs nothing", "                own.finish_step()\n", "                pass\n")),
+        ("stop logs nothing", "self._providers.items() if logs else ():", "():")),
     # -- state
     *_of("scales/store.py", _STATE,
         ("note_empty asks the history alone", " & (self.scale[columns] == 1)", ""),
@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
          "if w.made is not None}")),
     *_of("weights/cache.py", _KEPT,
         ("versions are not compared", "version = -1 if parameter.is_inference() else parameter._version", "version = -1"),
-        ("addresses are not compared", "storage._cdata, parameter.data_ptr(),", "storage._cdata, 0,"),
+        ("addresses are not compared", "._cdata, parameter.data_ptr(),", "._cdata, 0,"),
         ("frozen weights are renewed as trained ones", "renewals[0 if parameter.requires_grad else 1]", "renewals[1]"),
         ("a new layout keeps the old copies", "            self.made = None\n\n    def forget", "\n    def forget")),
     *_of("weights/releases.py",
