@@ -47,8 +47,8 @@ _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+
 
 
 def key_of(name: TensorName, part: EntryPart, rank: int | None = None) -> str:
-    """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale". rank: that has it,
-    as in "wq:input.staged@1"; None where all ranks have the same."""
+    """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale". rank: the one
+    that has it, as in "wq:input.staged@1"; None where all ranks have the same."""
     return f"{name}.{part}" + ("" if rank is None else f"@{rank}")
 
 
