@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.common import main
 from benchmarks.isolation import Bench, Row
 from fp8pass.cost import H100, H200, CastShape, Device, GemmShape, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
+from lowering.formats import Granularity
 
 # torchao, row-wise scaling, H100, torch 2.8.0a0+git48807d5: forward and backward of LayerNorm -> Linear -> sigmoid, GPU time.
 # https://github.com/pytorch/ao/blob/4c8086744/docs/static/fp8-rowwise-perf.png (in torchao/float8/README.md of that commit).
@@ -102,28 +103,37 @@ def _speedup(m: int, k: int, n: int, device: Device, kind: str, fast_accum: tupl
     return (around + bf16) / (around + casts + fp8)
 
 
-def expected_te_layer(recipe: str, device: Device) -> float:
-    """The model's speed-up of the layer of `TE_LAYER`; each cast writes two copies, for two GEMMs."""
-    tokens = 15872
-    granularity = "block_1x128" if recipe == "blockwise" else "tensor_wise"
-    reads = 2 if recipe == "current" else 1
+#: Recipe -> what shares a scale, and how often a cast reads its source.
+RECIPES = {
+    "delayed": (Granularity.TENSOR_WISE, 1),
+    "current": (Granularity.TENSOR_WISE, 2),
+    "blockwise": (Granularity.BLOCK_1X128, 1),
+    "rowwise": (Granularity.ROW_WISE, 2),
+}
+
+
+def speedup_of_linears(recipe: str, m: int, linears: Iterable[tuple[int, int]], device: Device) -> float:
+    """Of output, grad_input and grad_weight of linears K -> N together. Each cast writes two copies, for two GEMMs; of "GEMMs
+    alone" there is none."""
+    granularity, reads = RECIPES.get(recipe, RECIPES["delayed"])
+
+    def cast(elements: int) -> CastShape:
+        return CastShape(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
+
     estimates = []
-    for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)):
+    for k, n in linears:
+        x, weight, gradient = cast(m * k), cast(k * n), cast(m * n)
+        gemms = [GemmShape(m=m, n=n, k=k), GemmShape(m=m, n=k, k=n), GemmShape(m=n, n=k, k=m)]
+        for i, (gemm, casts) in enumerate(zip(gemms, ((x, weight), (gradient, weight), (gradient, x)), strict=True)):
+            estimates.append(estimate_gemm(gemm, casts if recipe in RECIPES else (), device, granularity, fast_accum=i == 0))
+    speedup = graph_speedup(estimates)
+    assert speedup is not None
+    return speedup
 
-        def cast(elements: int) -> CastShape:
-            return CastShape(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
 
-        x, weight, grad = cast(tokens * k), cast(k * n), cast(tokens * n)
-        roles = [
-            ((tokens, n, k), (x, weight), True),
-            ((tokens, k, n), (grad, weight), False),
-            ((n, k, tokens), (grad, x), False),
-        ]
-        for (rows, columns, depth), casts, fast_accum in roles:
-            gemm = GemmShape(m=rows, n=columns, k=depth)
-            casts = () if recipe == "GEMMs alone" else casts
-            estimates.append(estimate_gemm(gemm, casts, device, granularity, fast_accum=fast_accum))
-    return graph_speedup(estimates)
+def expected_te_layer(recipe: str, device: Device) -> float:
+    """The model's speed-up of the layer of `TE_LAYER`."""
+    return speedup_of_linears(recipe, 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)), device)
 
 
 # -- the comparison

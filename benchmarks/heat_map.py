@@ -13,34 +13,11 @@ import argparse
 import pathlib
 from typing import Any
 
-from fp8pass.cost import CastShape, Device, GemmShape, device_called, estimate_gemm, graph_speedup
-from lowering.formats import Granularity
+from benchmarks.cost_model import RECIPES, speedup_of_linears
+from fp8pass.cost import Device, device_called
 
-#: Recipe -> what shares a scale, and how often a cast reads its source.
-RECIPES = {
-    "delayed": (Granularity.TENSOR_WISE, 1),
-    "current": (Granularity.TENSOR_WISE, 2),
-    "blockwise": (Granularity.BLOCK_1X128, 1),
-    "rowwise": (Granularity.ROW_WISE, 2),
-}
 TOKENS = (2048, 8192, 32768)
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
-
-
-def linear_speedup(device: Device, recipe: str, m: int, n: int, k: int) -> float:
-    """The speed-up of a linear's output, grad_input and grad_weight together."""
-    granularity, reads = RECIPES[recipe]
-
-    def cast(elements: int) -> CastShape:
-        return CastShape(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
-
-    x, weight, gradient = cast(m * k), cast(n * k), cast(m * n)
-    output = estimate_gemm(GemmShape(m=m, n=n, k=k), [x, weight], device, granularity)
-    grad_input = estimate_gemm(GemmShape(m=m, n=k, k=n), [gradient, weight], device, granularity, fast_accum=False)
-    grad_weight = estimate_gemm(GemmShape(m=n, n=k, k=m), [gradient, x], device, granularity, fast_accum=False)
-    speedup = graph_speedup([output, grad_input, grad_weight])
-    assert speedup is not None
-    return speedup
 
 
 def draw(device: Device, path: pathlib.Path) -> None:
@@ -57,7 +34,7 @@ def draw(device: Device, path: pathlib.Path) -> None:
     image: Any = None
     for row, m in zip(panels, TOKENS, strict=True):
         for panel, recipe in zip(row, RECIPES, strict=True):
-            values = [[linear_speedup(device, recipe, m, n, k) for n in SIZES] for k in SIZES]
+            values = [[speedup_of_linears(recipe, m, [(k, n)], device) for n in SIZES] for k in SIZES]
             image = panel.imshow(values, cmap="RdYlGn", vmin=0.4, vmax=1.6, origin="lower")
             for y, line in enumerate(values):
                 for x, value in enumerate(line):
