@@ -159,6 +159,36 @@ def test_a_boundary_between_forward_and_recomputation():
     assert same(training.gradients(pair.model), training.gradients(pair.twin))
 
 
+class Heads(nn.ModuleList):
+    """Two layers, one of which runs."""
+
+    def forward(self, x, chosen):
+        return self[chosen](x)
+
+
+def test_a_gradient_that_comes_behind_a_boundary_has_a_history_at_the_next():
+    """As where an evaluation comes between a forward and its backward; a resumed run, which sees the histories, is the same."""
+    torch.manual_seed(0)
+    model, x, found, saved = Heads([nn.Linear(64, 64), nn.Linear(64, 64)]), torch.randn(16, 64), [], None
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = fp8(model, RECIPE, step="manual")
+        view = state(compiled)
+        if saved is None:
+            out = compiled(x, 0)
+            view.step()
+            out.square().mean().backward()
+            compiled(x, 1).square().mean().backward()
+            view.step()
+            saved = view.state_dict()
+        else:
+            view.load_state_dict(saved)
+        model.zero_grad()
+        compiled(10 * x, 0).square().mean().backward()
+        found.append(training.gradients(model))
+    assert same(*found)
+
+
 def test_a_state_that_was_saved_before_a_step_starts_again():
     pair, x = Pair(step="manual"), torch.randn(24, 64)
     pair.step(x)
