@@ -72,13 +72,13 @@ def fingerprint(gm: fx.GraphModule) -> str:
 
 def _read_of(node: fx.Node) -> list[Any]:
     """A node as passes read it. Its text is a tenth of the cost of generating the graph's code."""
-    call = (node.op, node.name, node._pretty_print_target(node.target), repr(node.args), repr(node.kwargs))
-    return [call, source_line(node), *(_meta(key, node.meta.get(key)) for key in _READ)]
+    call = (node.op, node.name, node._pretty_print_target(node.target), node.args, node.kwargs, source_line(node))
+    return [repr(call), *((key, _meta(key, node.meta[key])) for key in _READ if node.meta.get(key) is not None)]
 
 
 def _meta(key: str, value: Any) -> Any:
     """Metadata of a node; of a stack of modules the paths, which alone are read."""
-    return value if value is None or not key.endswith("stack") else [str(path) for path, *_ in value.values()]
+    return str([str(path) for path, *_ in value.values()]) if key.endswith("stack") else value
 
 
 def lowered_by() -> object:

@@ -38,7 +38,6 @@ from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import request_key
 from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
-    copied,
     describe_inputs,
     real_inputs,
     surroundings_of,
@@ -155,7 +154,7 @@ class DynamoGraph:
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
         """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
-        self._module = copied(gm)  # A copy without extra inputs, which compiling does not change.
+        self._module = gm  # Dynamo's, which does not change: copies of it are compiled.
         context = TracingContext.try_get()
         self._context = None if context is None else weakref.ref(context)
         self._fake_mode = None if context is None else context.fake_mode
@@ -258,7 +257,10 @@ class DynamoGraph:
 
     def _forget_parameters(self) -> None:
         """Clear Dynamo's weak references from fake tensors to Parameters, once it is done with the graph, as torch does behind
-        its own backends: NOTE [no weak references to Parameters] in `fp8pass.weights.parameters`."""
+        its own backends: NOTE [no weak references to Parameters] in `fp8pass.weights.parameters`. And the references from the
+        inputs of DDP's part of a graph, which Dynamo does not clear."""
+        for node in self._module.graph.find_nodes(op="placeholder"):
+            node.meta.pop("grapharg", None)
         context = None if self._context is None else self._context()
         if context is not None:
             context.tensor_to_context.clear()
