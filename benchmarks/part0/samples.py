@@ -179,7 +179,7 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
     x = torch.randn(2, 3, 5, 7, device=on)
     views = {"permuted": x.permute(3, 0, 2, 1), "strided": x[:, ::2, 1:3], "one element": x[0, 0, 0, 0]}
-    forms = {f"form {i}": form for i, form in enumerate(_forms(on))}
+    forms = {f"{'' if form.numel() else 'empty '}form {i}": form for i, form in enumerate(_forms(on))}
     for (label, view), fp8 in itertools.product({**views, **forms}.items(), (E4M3, E5M2)):
         yield Sample(f"{label}, {_short(fp8)}", (view, _scale(on), fp8))
 
