@@ -1,6 +1,7 @@
 """The operations under Inductor on the CPU, and arithmetic of the lowerings that needs no GPU's code."""
 
 import torch
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from lowering.formats import E4M3, E5M2
@@ -10,6 +11,7 @@ from lowering.tensorwise import reference
 ops = torch.ops.lowering
 
 
+@config.patch(fx_graph_cache=False)  # whose key does not have the lowerings
 def test_on_the_cpu_operations_run_as_they_are():
     """No C++ is generated for them: the only kernels are the producers'."""
     register_lowerings()
