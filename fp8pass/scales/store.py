@@ -91,6 +91,8 @@ class DelayedStore:
         self.num_emptied = 0  # Raised whenever a name joins `empty`.
         self.started: set[str] = set()  # Tensors that scaled themselves in this step: the boundary reads their amaxes back.
         self._awaited: set[str] = set()  # Those of the step before, as a backward may come behind the boundary of its forward.
+        self.recorded_for: set[frozenset[tuple[str, str]]] = set()
+        """(another name, the name) of tensors that were one in graphs of this step: see `merge_outgrown`."""
         self.layout = 0  # Raised whenever buffers are replaced.
         self.version = 0  # Number of step boundaries so far.
         self._column: dict[str, int] = {}  # First column of each name.
@@ -212,10 +214,17 @@ class DelayedStore:
             staging = self.amax_history[0, : row.shape[0]]
             torch.maximum(staging, row, out=staging)
             row.zero_()
+        # A tensor that another graph has alone gets the amaxes of graphs in which it is one with a tensor of another name.
+        for other, name in sorted(set().union(*self.recorded_for)):
+            if other in self._column and name in self._column and self._entries[other] == self._entries[name]:
+                own = self.amax_history[0, self.where(other)]
+                torch.maximum(own, self.amax_history[0, self.where(name)], out=own)
+                self.started.add(other)
 
     def before_boundary(self) -> None:
         """Complete the staging row before the update. Outgrown rows are looked at until the second boundary after that."""
         self.merge_outgrown()
+        self.recorded_for.clear()
         self._outgrown = [(since, row) for since, row in self._outgrown if self.version <= since]
 
     def give_up(self, names: Iterable[str]) -> None:

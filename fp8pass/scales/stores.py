@@ -150,11 +150,15 @@ class Stores(InputProvider):
         recipes = self.recipes
         return next((r for r in recipes if r == recipe), recipes[0])
 
-    def add_aliases(self, store: DelayedStore, aliases: Iterable[tuple[TensorName, TensorName]]) -> None:
-        """Let the other names of shared tensors, given as (another name, the name), stand for them."""
-        for pair in aliases:
-            alias, name = (str(self.name_under(store.recipe, n)) for n in pair)
-            store.add_alias(alias, name)
+    def add_aliases(self, store: DelayedStore, aliases: Iterable[tuple[TensorName, TensorName]]) -> frozenset[tuple[str, str]]:
+        """Let the other names of shared tensors, given as (another name, the name), stand for them. Returns them as they are
+        in the store."""
+        found = set()
+        for other, name in aliases:
+            found.add((str(self.name_under(store.recipe, other)), str(self.name_under(store.recipe, name))))
+        for pair in found:
+            store.add_alias(*pair)
+        return frozenset(pair for pair in found if not pair[0].endswith(":weight"))
 
     # -- tensors
 
@@ -270,8 +274,7 @@ class BoundState(BoundInputs):
         self._full: tuple[int, ...] | None = None  # `num_emptied` of each store when no history was empty, else None.
         self._claim()
         placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
-        for store in self._stores:
-            stores.add_aliases(store, placed_aliases)
+        self._aliases = [stores.add_aliases(store, placed_aliases) for store in self._stores]
 
     def _claim(self) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
@@ -326,6 +329,8 @@ class BoundState(BoundInputs):
             if records == "all":
                 for store, names in zip(self._stores, self._names, strict=True):
                     store.started.update(names)
+        for store, aliases in zip(self._stores, self._aliases, strict=True) if records == "all" else ():
+            store.recorded_for.add(aliases)
         found: list[torch.Tensor] = []
         for store, window in self._windows:
             scale, scratch = window.scale, window.scratch

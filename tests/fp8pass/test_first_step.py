@@ -160,10 +160,19 @@ def test_a_boundary_between_forward_and_recomputation():
 
 
 class Heads(nn.ModuleList):
-    """Two layers, one of which runs."""
+    """Two layers, of which those run that are chosen."""
 
-    def forward(self, x, chosen):
-        return self[chosen](x)
+    def forward(self, x, *chosen):
+        return sum(self[i](x) for i in chosen)
+
+
+def test_a_layer_that_ran_beside_another_one_knows_the_inputs_of_both():
+    """In one graph their input is one tensor, which has the name of the first."""
+    compiled, x = fp8(Heads([nn.Linear(64, 64), nn.Linear(64, 64)]), RECIPE), torch.randn(16, 64)
+    for factor, chosen in ((1, [0]), (1, [1]), (30, [0, 1]), (30, [0, 1]), (30, [1])):
+        compiled(factor * x, *chosen).square().mean().backward()
+    scales = {name: state(compiled).scale(name) for name in state(compiled).tensors}
+    assert scales["1:input"] == scales["0:input"] == 448 / (30 * x).abs().max()
 
 
 def test_a_gradient_that_comes_behind_a_boundary_has_a_history_at_the_next():
