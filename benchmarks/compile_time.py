@@ -29,8 +29,9 @@ from benchmarks.isolation import Bench, Row
 #: Behind the name of a recipe: with `saved_activations`.
 SAVED = " with saved_activations"
 PAIRS = tuple(recipe + SAVED for recipe in RECIPES)
-#: Per cold one, which takes twenty times as long: all contestants by turns, for machines scatter. The least counts.
-WARM_STARTS = 8
+#: Per cold one, which takes twenty times as long: all contestants by turns, for machines scatter. The least counts. Of stacks
+#: above 32 blocks three, whose seconds scatter less.
+WARM_STARTS, _OF_LARGE = 8, 3
 #: dim, ffn, tokens.
 TINY = (256, 512, 64)
 
@@ -116,7 +117,7 @@ def _stack(blocks: int, repeat: int, bench: Bench, recipes: Sequence[str], resta
         with tempfile.TemporaryDirectory() as empty:
             return start(name, empty, artifacts)
 
-    kinds = ["cold", *(["warm"] * WARM_STARTS + ["mega-cache"] if restarts else [])]
+    kinds = ["cold", *(["warm"] * (WARM_STARTS if blocks <= 32 else _OF_LARGE) + ["mega-cache"] if restarts else [])]
     for _ in range(repeat):
         with tempfile.TemporaryDirectory() as folder:
             for kind, name in itertools.product(kinds, list(names)):

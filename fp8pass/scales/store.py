@@ -215,8 +215,8 @@ class DelayedStore:
             torch.maximum(staging, row, out=staging)
             row.zero_()
         # A tensor that another graph has alone gets the amaxes of graphs in which it is one with a tensor of another name.
-        for other, name in sorted(set().union(*self.recorded_for)):
-            if other in self._column and name in self._column and self._entries[other] == self._entries[name]:
+        for other, name in sorted(pair for pair in set().union(*self.recorded_for) if pair[0] in self._column):
+            if name in self._column and self._entries[other] == self._entries[name]:
                 own = self.amax_history[0, self.where(other)]
                 torch.maximum(own, self.amax_history[0, self.where(name)], out=own)
                 self.started.add(other)
