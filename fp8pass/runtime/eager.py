@@ -476,7 +476,7 @@ _start = untraced(_begin_attempt)
 
 
 def _end_attempt(_: Any) -> None:
-    num_graphs, counted = getattr(_in_thread, "before", (0, dict[str, int]()))
+    num_graphs, counted = getattr(_in_thread, "before", (0, dict[tuple[str, str], int]()))
     code = _traced_code()
     if code is None or getattr(_in_thread, "num_graphs", 0) != num_graphs:
         return
@@ -485,14 +485,15 @@ def _end_attempt(_: Any) -> None:
         _breaks[_key(code)] = _place(code, getattr(sys.exc_info()[1], "real_stack", None) or ()), _first_lines(new[0])
 
 
-def _met_since(before: Mapping[str, int]) -> list[str]:
+def _met_since(before: Mapping[tuple[str, str], int]) -> list[str]:
     """The obstacles that Dynamo met since these were counted."""
-    return [text for text, count in _counted().items() if count > before.get(text, 0)]
+    return [text for (kind, text), count in _counted().items() if count > before.get((kind, text), 0)]
 
 
-def _counted() -> Mapping[str, int]:
-    """The number of times that Dynamo met each obstacle in this process."""
-    return {text: count for kind in _KINDS for text, count in counters[kind].items()}
+def _counted() -> Mapping[tuple[str, str], int]:
+    """The number of times that Dynamo met each obstacle in this process, by its kind and text: one that it has resumed after is
+    counted by one kind more."""
+    return {(kind, text): count for kind in _KINDS for text, count in counters[kind].items()}
 
 
 def _traced_code() -> CodeType | None:

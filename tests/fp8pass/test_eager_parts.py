@@ -594,6 +594,16 @@ def test_the_cause_is_named_where_the_model_is_a_module_of_torchs(model, limit, 
         train(compiled, x(16), x(32))
 
 
+def test_the_cause_is_named_where_torch_counted_it_by_another_kind_before():
+    """As of a break that raised an error in another model of the process."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        with pytest.warns(Fp8FallbackWarning, match=r"The cause: graph break: .*Tensor\.item"):
+            make(norms())(x(16))
+        counted = torch._dynamo.utils.counters
+        counted["unimplemented"].update(dict.fromkeys(counted["graph_break"], 9))
+
+
 def test_a_dispatch_mode_is_the_cause():
     compiled = make(mlp(), "in place")
     said = pytest.warns(Fp8FallbackWarning, match="dispatch mode FlopCounterMode.* in later calls, too.*_dynamo.reset")
