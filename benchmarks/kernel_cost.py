@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from benchmarks import h100_model
-from benchmarks.casts import hand_written
+from benchmarks.casts import HandWritten, hand_written
 from benchmarks.catalogue import factors_of
 from benchmarks.catalogue import fp8 as empty_fp8
 from benchmarks.common import main
@@ -82,10 +82,6 @@ def _row(name: str, program: h100_model.Program) -> dict[str, Any]:
     }
 
 
-def _matrix() -> torch.Tensor:
-    return torch.empty((SIZE, SIZE), dtype=torch.bfloat16)
-
-
 def bound(name: str) -> float | None:
     """The most that tests/lowering/test_kernel_cost.py lets a hand-written kernel take of `issue / memory`; None: no bound.
 
@@ -120,9 +116,15 @@ def cost(name: str, launch: Launch, elements: int, load_bytes: float, store_byte
     return Kernel(name, compiled.asm["ptx"], _read(compiled.asm["cubin"], steps), program)
 
 
+@functools.cache
+def kernels() -> dict[str, HandWritten]:
+    """The hand-written kernels by name, on a matrix [SIZE, SIZE]."""
+    return hand_written(torch.empty((SIZE, SIZE), dtype=torch.bfloat16))
+
+
 def launches(name: str) -> list[Launch]:
-    """All launches of a hand-written kernel's operation on a matrix [SIZE, SIZE]."""
-    kernel = hand_written(_matrix())[name]
+    """All launches of a hand-written kernel's operation."""
+    kernel = kernels()[name]
     function = NAMESPACE.operations[kernel.operation].implementations()[-2]  # the last is the reference
     return recorded(function, *kernel.arguments, **kernel.options)
 
@@ -130,7 +132,7 @@ def launches(name: str) -> list[Launch]:
 @functools.cache
 def cost_of(name: str) -> Kernel:
     """The main launch of a hand-written kernel on a matrix [SIZE, SIZE]."""
-    kernel = hand_written(_matrix())[name]
+    kernel = kernels()[name]
     return cost(name, launches(name)[kernel.position], kernel.elements, kernel.load_bytes, kernel.store_bytes)
 
 
@@ -144,7 +146,7 @@ def _hand_written_row(name: str, bench: Bench) -> Row:
 def casts(bench: Bench) -> Iterator[Row]:
     """`quick`: three kernels."""
     _begin(bench, "a plain copy")
-    for name in list(hand_written(_matrix()))[: 3 if bench.quick else None]:
+    for name in list(kernels())[: 3 if bench.quick else None]:
         yield from bench.row(name, _hand_written_row, name, bench)
 
 

@@ -162,7 +162,7 @@ _runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
 
 def pipeline(options: CompileOptions) -> tuple[Callable[[Any], None], Callable[..., list[Pass]]]:
     """A hook, which runs before a trainer traces its step, and GraphTrainer's default pipeline with the rewrite."""
-    latest: Callable[[], Any] = lambda: None  # noqa: E731
+    latest: weakref.ref[Any] | None = None
 
     def before_step(trainer: Any) -> None:
         """The hook. Raises OptionError for a trainer that would not run the pipeline, and so train in high precision."""
@@ -181,7 +181,7 @@ def pipeline(options: CompileOptions) -> tuple[Callable[[Any], None], Callable[.
         """GraphTrainer's passes and ours. Raises OptionError for a graph that was compiled ahead, or without the hook."""
         if config.compile.precompile_artifact_dir:
             raise OptionError("a graph from --compile.precompile_artifact_dir is compiled already; leave it out for FP8")
-        trainer = latest()
+        trainer = None if latest is None else latest()
         run = None if trainer is None else _runs.get(trainer)
         if run is None:
             raise OptionError("a step was traced before the hook had run; call GraphTrainer.train_step, which runs it")

@@ -285,8 +285,8 @@ def _written(
                 body, here = _attribute(gm, name), _places(operands, places)
                 first = traced.setdefault(body, here)
                 inputs = body.graph.find_nodes(op="placeholder")
-                given, there = (dict(zip(inputs, each, strict=True)) for each in (values, first))
-                copies[node] = write(body, given, there, (_moves(first, here), *moves))
+                passed, there = (dict(zip(inputs, each, strict=True)) for each in (values, first))
+                copies[node] = write(body, passed, there, (_moves(first, here), *moves))
             elif node.target is operator.getitem and isinstance(copies[node.args[0]], (tuple, list)):
                 copies[node] = copies[node.args[0]][node.args[1]]
             else:

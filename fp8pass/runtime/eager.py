@@ -491,8 +491,8 @@ def _met_since(before: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def _counted() -> Mapping[tuple[str, str], int]:
-    """The number of times that Dynamo met each obstacle in this process, by its kind and text: one that it has resumed after is
-    counted by one kind more."""
+    """The number of times that Dynamo met each obstacle in this process, by its kind and text, of which
+    it may have counted one by both kinds."""
     return {(kind, text): count for kind in _KINDS for text, count in counters[kind].items()}
 
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8pass.inputs import Measured
 from fp8pass.rules import Rules
+from fp8pass.runtime.words import cells
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -132,7 +133,7 @@ def _place() -> tuple[Any, int] | None:
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or not inspect.isfunction(pack):
         return None
-    closed = inspect.getclosurevars(pack).nonlocals
+    closed = cells(pack)
     if "frame" in closed:
         return closed["frame"], len(closed["frame"].weak_holders)
     frame = closed["target_frame_ref"]() if "target_frame_ref" in closed else None

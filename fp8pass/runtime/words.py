@@ -112,7 +112,7 @@ class _Text:
         if root == "torch":
             raise Uncacheable(f"{_said(value)}, which it calls, may return something else in another process")
         if root in _KNOWN | _PURE:
-            return f"{_name(value)} {self.of(_cells(value))}"
+            return f"{_name(value)} {self.of(cells(value))}"
         return self._function(value)
 
     def _builtin(self, value: Any) -> str:
@@ -153,7 +153,7 @@ class _Text:
         """A user's function: its code, its defaults, and the values of what the code names outside of itself."""
         named = dict(_read_by(value.__code__, value.__globals__))
         attributes = {k: v for k, v in vars(value).items() if k != "__wrapped__"}
-        about = [value.__defaults__, value.__kwdefaults__, _cells(value), named, attributes]
+        about = [value.__defaults__, value.__kwdefaults__, cells(value), named, attributes]
         return f"function {self._code(value.__code__)} {self.of(about)}"
 
     def _code(self, code: types.CodeType) -> str:
@@ -163,9 +163,10 @@ class _Text:
         return repr((code.co_code.hex(), constants, arguments, names, code.co_exceptiontable.hex()))
 
 
-def _cells(function: types.FunctionType) -> dict[str, Any]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+def cells(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of enclosing functions that a function reads, with their values."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in pairs}
 
 
 def _read_by(code: types.CodeType, variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -153,12 +153,13 @@ class Stores(InputProvider):
     def add_aliases(self, store: DelayedStore, aliases: Iterable[tuple[TensorName, TensorName]]) -> frozenset[tuple[str, str]]:
         """Let the other names of shared tensors, given as (another name, the name), stand for them. Returns them as they are
         in the store."""
-        found = set()
-        for other, name in aliases:
-            found.add((str(self.name_under(store.recipe, other)), str(self.name_under(store.recipe, name))))
-        for pair in found:
-            store.add_alias(*pair)
-        return frozenset(pair for pair in found if not pair[0].endswith(":weight"))
+        found = []
+        for pair in aliases:
+            other, name = (str(self.name_under(store.recipe, n)) for n in pair)
+            store.add_alias(other, name)
+            if not other.endswith(":weight"):
+                found.append((other, name))
+        return frozenset(found)
 
     # -- tensors
 
@@ -329,8 +330,9 @@ class BoundState(BoundInputs):
             if records == "all":
                 for store, names in zip(self._stores, self._names, strict=True):
                     store.started.update(names)
-        for store, aliases in zip(self._stores, self._aliases, strict=True) if records == "all" else ():
-            store.recorded_for.add(aliases)
+        if records == "all":
+            for store, aliases in zip(self._stores, self._aliases, strict=True):
+                store.recorded_for.add(aliases)
         found: list[torch.Tensor] = []
         for store, window in self._windows:
             scale, scratch = window.scale, window.scratch

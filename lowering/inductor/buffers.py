@@ -202,9 +202,7 @@ def call_operation(operation: Any, is_read: bool = True, is_traced: bool = True)
     call = _Call if is_traced else ir.FallbackKernel
 
     def lower(*args: Any, **options: Any) -> Any:
-        found = call.create(operation, *args, **options)
-        made = tree_map_only(ir.IRNode, ir.TensorBox.create, found)
-        tree_map_only(ir.MultiOutput, _skip_checks_on_cpu, found)
+        made = tree_map_only(ir.IRNode, _boxed, call.create(operation, *args, **options))
         if is_read:
             ahead.of_boxes(operation, args, options)  # their strides are settled now
         return made
@@ -212,11 +210,12 @@ def call_operation(operation: Any, is_read: bool = True, is_traced: bool = True)
     return lower
 
 
-def _skip_checks_on_cpu(result: ir.MultiOutput) -> None:
-    """Generate no assertions about a result of an operation on a CPU, where tests hold every operation to its strides: they are
-    half of the time that Python takes to load generated code in a warm start."""
-    if result.get_device() == torch.device("cpu"):
+def _boxed(result: ir.IRNode) -> ir.TensorBox:
+    """A result of an operation. On a CPU no assertions about it are generated: tests hold every operation to its strides, and
+    Python would take a third more time to load the code in a warm start."""
+    if isinstance(result, ir.MultiOutput) and result.get_device() == torch.device("cpu"):
         result.skip_size_stride_alignment_checks = True
+    return ir.TensorBox.create(result)
 
 
 def with_sources(lower: Callable[..., Any]) -> Callable[..., Any]:
