@@ -11,8 +11,7 @@ import torch
 
 from lowering import casts as reference
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.inductor import register_lowerings
-from tests.emulation.support import same_bits
+from tests.emulation.support import emulated, same_bits
 from tests.support.copies import one_copy
 
 ops = torch.ops.lowering
@@ -57,32 +56,23 @@ def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch
 
 def check(name: str, folder: pathlib.Path) -> int:
     """Raises unless casts that join a doubling give what the reference gives. Returns how many results were compared."""
-    from tests.support.emulate import emulated_h200
-
     dtype, fp8 = name.split()
-    register_lowerings()
     x = values(DTYPES[dtype])
     xs = [x, x, x, x, x[None], x, x[:128], x, x[:, :256]]
     xs = [part.clone() for part in xs]  # of one matrix, that many casts would have a product written
 
-    @torch.compile(dynamic=False)
-    def doubled(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return casts([x * 2 for x in xs], FORMATS[fp8], ops)
+    def doubled(xs: list[torch.Tensor], module: Any = ops) -> list[torch.Tensor]:
+        return casts([x * 2 for x in xs], FORMATS[fp8], module)
 
-    with emulated_h200(folder) as emulation:
-        found = doubled(xs)
+    found, emulation = emulated(doubled, xs, folder=folder)
     (code,) = emulation.code
     assert "_blockwise.default(" not in code, "a cast is a launch of its own"
     assert "R0_BLOCK: tl.constexpr = 128" in code, "blocks are not held in registers"
-    wanted = casts([x * 2 for x in xs], FORMATS[fp8], reference)
-    return same_bits(found, wanted)
+    return same_bits(found, doubled(xs, reference))
 
 
 def check_groups(folder: pathlib.Path) -> int:
     """Rows in groups, cast as a batch of one, and their statistics join a doubling. Returns how many results were compared."""
-    from tests.support.emulate import emulated_h200
-
-    register_lowerings()
     x, offs = values(torch.bfloat16), torch.tensor([40, 40, 199], dtype=torch.int32)
     blocks = {**LINES, "power_of_2": True, "rowwise": True, "columnwise": False}
 
@@ -91,8 +81,7 @@ def check_groups(folder: pathlib.Path) -> int:
         data, scale_inv = ops.cast_with_scales([y.unsqueeze(0)], E4M3, **blocks)
         return [data, scale_inv.mT, *ops.quantization_statistics(y, E4M3, offs=offs, **blocks)]
 
-    with emulated_h200(folder) as emulation:
-        found = torch.compile(doubled, dynamic=False)(x, offs)
+    found, emulation = emulated(doubled, x, offs, folder=folder)
     (code,) = emulation.code
     assert "quantization_statistics.default(" not in code, "statistics read their matrix again"
     wanted = doubled(x, offs)

@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.contestants import steady
 from fp8pass import fp8_compile, state
+from tests.emulation.support import emulated_h200
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
 from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
@@ -21,7 +22,8 @@ from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    model: Callable[[], nn.Module]
+    model: Callable[[int], nn.Module]
+    """Makes one of the width of the input."""
     recipe: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -32,12 +34,16 @@ class Case:
     """Text that the generated code must contain, for the case to be one."""
 
 
+def _llama(width: int) -> nn.Module:
+    return LlamaBlock(width, min(2 * width, 128), 2)
+
+
 class Ragged(nn.Module):
     """No size is a multiple of 16: every operand is padded. Biases, LayerNorm, GELU, a mask, a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 50) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(50), nn.Linear(50, 101), nn.Linear(101, 50)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 101), nn.Linear(101, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.gelu(self.up(self.norm(x)))
@@ -47,48 +53,32 @@ class Ragged(nn.Module):
 class Tiles(nn.Module):
     """Matrices of several tiles in both directions, and a product of two activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 192) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(192, 320), nn.Linear(320, 192)
+        self.up, self.down = nn.Linear(width, 320), nn.Linear(320, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.down(nn.functional.silu(self.up(x)))
         return h @ (h.transpose(-1, -2) @ x).tanh()
 
 
-def llama() -> nn.Module:
-    return LlamaBlock(64, 128, 2)
-
-
-def small_llama() -> nn.Module:
-    return LlamaBlock(32, 64, 2)
-
-
-_CASES: dict[str, Case] = {}
-for recipe in ("delayed", "current", "blockwise", "rowwise"):
-    _CASES[f"llama-{recipe}"] = Case(llama, recipe, (1, 64, 64))
-for recipe in ("delayed", "current", "rowwise"):
-    _CASES[f"ragged-{recipe}"] = Case(Ragged, recipe, (33, 50))
-for recipe in ("delayed", "blockwise"):
-    _CASES[f"tiles-{recipe}"] = Case(Tiles, recipe, (80, 192))
-_CASES["llama-bf16"] = Case(llama, "delayed", (1, 64, 64), torch.bfloat16)
-_CASES["llama-mixed"] = Case(
+_CASES = {f"llama-{recipe}": Case(_llama, recipe, (1, 64, 64)) for recipe in ("delayed", "current", "blockwise", "rowwise")}
+_CASES |= {f"ragged-{recipe}": Case(Ragged, recipe, (33, 50)) for recipe in ("delayed", "current", "rowwise")}
+_CASES |= {f"tiles-{recipe}": Case(Tiles, recipe, (80, 192)) for recipe in ("delayed", "blockwise")}
+_MIXED = {"triton.mix_order_reduction_non_strict_mode": True}
+_CASES |= {
+    "llama-bf16": Case(_llama, "delayed", (1, 64, 64), torch.bfloat16),
     # What Inductor does by itself from 4096 rows on: one kernel reduces the rows and the columns of a norm's backward.
-    llama,
-    "delayed",
-    (1, 128, 64),
-    options={"triton.mix_order_reduction_non_strict_mode": True},
-    generates="RSPLIT_SIZE",
-)
-_CASES["llama-blocks"] = Case(  # whole blocks, whose casts join the code before them
-    lambda: LlamaBlock(128, 128, 2), "blockwise", (1, 128, 128), torch.bfloat16, generates="R0_BLOCK: tl.constexpr = 128"
-)
-_CASES["llama-recompute"] = Case(llama, "delayed", (1, 64, 64), weight_copies="recompute")
-_CASES["llama-rowwise-recompute"] = Case(
-    small_llama, "rowwise", (1, 32, 32), weight_copies="recompute", generates="lowering.cast_lines_rowwise"
-)
-_CASES["llama-mxfp8"] = Case(llama, "mxfp8", (1, 64, 64), weight_copies="recompute")
-_CASES["llama-rowwise-hp"] = Case(small_llama, "rowwise_with_gw_hp", (1, 32, 32), torch.bfloat16)
+    "llama-mixed": Case(_llama, "delayed", (1, 128, 64), options=_MIXED, generates="RSPLIT_SIZE"),
+    # Whole blocks, whose casts join the code before them.
+    "llama-blocks": Case(_llama, "blockwise", (1, 128, 128), torch.bfloat16, generates="R0_BLOCK: tl.constexpr = 128"),
+    "llama-recompute": Case(_llama, "delayed", (1, 64, 64), weight_copies="recompute"),
+    "llama-rowwise-recompute": Case(
+        _llama, "rowwise", (1, 32, 32), weight_copies="recompute", generates="lowering.cast_lines_rowwise"
+    ),
+    "llama-mxfp8": Case(_llama, "mxfp8", (1, 64, 64), weight_copies="recompute"),
+    "llama-rowwise-hp": Case(_llama, "rowwise_with_gw_hp", (1, 32, 32), torch.bfloat16),
+}
 NAMES = tuple(_CASES)
 
 
@@ -98,7 +88,7 @@ def _train(
     """Output and gradients of the last step, whose scales come from the amaxes of those before, where a recipe has such."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = case.model().to(device, case.dtype)
+    model = case.model(case.shape[-1]).to(device, case.dtype)
     options = case.options if backend == "inductor" else None
     copies = case.weight_copies
     compiled = fp8_compile(model, steady(case.recipe), backend=backend, weight_copies=copies, mode=mode, options=options)
@@ -112,8 +102,6 @@ def _train(
 
 def check_emulated(name: str, folder: pathlib.Path) -> None:
     """Raises unless the H200's code, executed in the interpreter, agrees with eager execution."""
-    from tests.support.emulate import emulated_h200
-
     case = _CASES[name]
     steps = 2 if case.recipe == "delayed" else 1  # other recipes remember nothing
     with emulated_h200(folder) as emulation:

@@ -15,10 +15,9 @@ from torch import nn
 from benchmarks.contestants import steady
 from fp8pass import fp8_compile, monitor
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.inductor import register_lowerings
 from lowering.statistics import ERRORS, quantization_statistics
 from tests.emulation.block_casts import values
-from tests.emulation.support import same_bits
+from tests.emulation.support import emulated, emulated_h200, same_bits
 from tests.emulation.tensor_casts import row_flagged
 from tests.support.models import LlamaBlock
 
@@ -87,19 +86,13 @@ class _Reference:
 
 
 def check(what: Callable[..., Results], dtype: torch.dtype, fp8: torch.dtype, num_calls: int, folder: pathlib.Path) -> int:
-    """Raises unless counts are equal, and sums to `SUMS`. num_calls: of the operation
-    itself in the code."""
-    from tests.support.emulate import emulated_h200
-
-    register_lowerings()
+    """Raises unless counts are equal, and sums to `SUMS`. num_calls: of the operation itself in the code."""
     xs = _tensors(dtype, rows=64 if what is _of_tensors else 128)  # whole blocks, and a norm's rows that one kernel holds
 
-    @torch.compile(dynamic=False)
-    def compiled(xs: list[torch.Tensor], scale: torch.Tensor) -> Results:
+    def of_operations(xs: list[torch.Tensor], scale: torch.Tensor) -> Results:
         return what(xs, scale, fp8, ops)
 
-    with emulated_h200(folder) as emulation:
-        found, _ = compiled(xs, SCALE)
+    (found, _), emulation = emulated(of_operations, xs, SCALE, folder=folder)
     assert sum(code.count("ops.lowering.quantization_statistics.default(") for code in emulation.code) == num_calls
     wanted, _ = what(xs, SCALE, fp8, _Reference)
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -111,8 +104,6 @@ def check(what: Callable[..., Results], dtype: torch.dtype, fp8: torch.dtype, nu
 
 def check_training(recipe: str, folder: pathlib.Path) -> int:
     """Two steps, which one model measures and the other does not."""
-    from tests.support.emulate import emulated_h200
-
     results = []
     for every in (0, 1):
         torch._dynamo.reset()
@@ -134,10 +125,7 @@ def check_training(recipe: str, folder: pathlib.Path) -> int:
     assert watching.latest is not None
     assert watching.latest.step == 1
     assert all(10 < tensor.sqnr < 60 for tensor in watching.latest.tensors), str(watching)
-    return same_bits(
-        [t.contiguous().view(torch.int16).float() for t in results[0]],
-        [t.contiguous().view(torch.int16).float() for t in results[1]],
-    )
+    return same_bits([t.contiguous() for t in results[0]], [t.contiguous() for t in results[1]])
 
 
 CHECKS: dict[str, Callable[[pathlib.Path], int]] = {

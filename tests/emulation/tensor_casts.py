@@ -15,7 +15,7 @@ import torch
 from lowering import state as state_reference
 from lowering.formats import E4M3, E5M2
 from lowering.tensorwise import reference
-from tests.emulation.support import same_bits
+from tests.emulation.support import emulated, emulated_h200, same_bits
 
 ops = torch.ops.lowering
 SCALE = 3.7
@@ -85,8 +85,6 @@ def casts(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, modul
 
 
 def check_casts(case: Case, dtype: torch.dtype, folder: pathlib.Path) -> int:
-    from tests.support.emulate import emulated_h200
-
     scale, num_results = torch.tensor(SCALE), 0
 
     @torch.compile(dynamic=case.dynamic)
@@ -105,54 +103,42 @@ def check_casts(case: Case, dtype: torch.dtype, folder: pathlib.Path) -> int:
 
 
 def check_scales(power_of_2: bool, folder: pathlib.Path) -> int:
-    from tests.support.emulate import emulated_h200
-
     amaxes = torch.cat([torch.tensor(AMAXES), torch.rand(1000) * 100])
     options = {"margin": 1, "epsilon": 1e-30, "power_of_2": power_of_2}
 
-    @torch.compile(dynamic=False)
-    def compiled(amax: torch.Tensor) -> Any:
+    def scales(amax: torch.Tensor) -> Any:
         amax = amax * 1
         alone = ops.scales_from_amax(amax, E5M2, **options)[0]
         return alone, *ops.scales_from_amax(amax, E4M3, **options), *ops.scales_from_amax(amax[2], E4M3, **options)
 
-    scale = reference.scale_from_amax(amaxes, E4M3, **options)
-    alone = reference.scale_from_amax(amaxes, E5M2, **options)
-    with emulated_h200(folder):
-        found = compiled(amaxes)
+    alone, scale = (reference.scale_from_amax(amaxes, dtype, **options) for dtype in (E5M2, E4M3))
+    found, _ = emulated(scales, amaxes, folder=folder)
     return same_bits(found, (alone, scale, scale.reciprocal(), scale[2], scale[2].reciprocal()))
 
 
 def check_scales_of_a_matrix(folder: pathlib.Path) -> int:
     """From a hand-written kernel, and from generated ones; of 2000 rows, whose amaxes one program reduces in a loop."""
-    from tests.support.emulate import emulated_h200
-
     x, long = torch.randn(40, 30), torch.randn(2000, 16)
     long[1999, 15] = 1000.0
 
-    @torch.compile(dynamic=False)
-    def compiled(x: torch.Tensor, long: torch.Tensor) -> Any:
+    def scales(x: torch.Tensor, long: torch.Tensor) -> Any:
         small = *ops.scales_from_amax(ops.amaxes([x]), E4M3), *ops.scales_from_amax(ops.amaxes([x.tile(8, 8) * 2]), E4M3)
         return *small, *ops.scales_from_amax(ops.amaxes([long * 2]), E4M3)
 
     wanted = [reference.scale_from_amax(reference.amax(m), E4M3) for m in (x, x * 2, long * 2)]
-    with emulated_h200(folder) as emulation:
-        found = compiled(x, long)
+    found, emulation = emulated(scales, x, long, folder=folder)
     assert len(emulation.kernels) == 4, "two for the amax and scale of each of the two that code makes"
     return same_bits(found, [part for scale in wanted for part in (scale, scale.reciprocal())])
 
 
 def check_state(index: list[int], folder: pathlib.Path) -> int:
     """Scales loaded, some of them taken, and amaxes recorded from their parts."""
-    from tests.support.emulate import emulated_h200
-
     scale, slots = torch.rand(64) + 0.01, torch.randperm(64)
     x, y = torch.randn(64, 128), torch.randn(10, 24)
     y[3, 3] = torch.nan
     one = torch.tensor(1.0)
 
-    @torch.compile(dynamic=False)
-    def compiled(scale: Any, slots: Any, staging: Any, x: Any, y: Any, one: Any) -> Any:
+    def step(scale: Any, slots: Any, staging: Any, x: Any, y: Any, one: Any) -> Any:
         loaded = ops.load_scales(scale, slots, 11)
         _, _, tiled = ops.cast([x * 2], [one], E4M3, columnwise=True, with_amax=True)
         _, _, given = ops.cast([x], [one], E4M3, columnwise=True, with_amax=True)
@@ -165,8 +151,7 @@ def check_state(index: list[int], folder: pathlib.Path) -> int:
     observed = [reference.amax(x * 2), reference.amax(x), reference.amax(y + 1)]
     state_reference.record_amax(expected, slots, observed, [5, 2, 0])
     taken, inverse = state_reference.load_scales(scale, slots, 11)
-    with emulated_h200(folder):
-        found = compiled(scale, slots, staging, x, y, one)
+    found, _ = emulated(step, scale, slots, staging, x, y, one, folder=folder)
     return same_bits([*found, staging], [taken, inverse, taken[index], observed[0], expected])
 
 
@@ -176,8 +161,7 @@ CHECKS: dict[str, Check] = {
     for i, case in enumerate(CASES)
     for dtype in ((E4M3, E5M2) if i == 0 else ((E4M3, E5M2)[i % 2],))
 }
-for power_of_2 in (False, True):
-    CHECKS[f"scales, power_of_2={power_of_2}"] = lambda folder, power_of_2=power_of_2: check_scales(power_of_2, folder)
+CHECKS |= {f"scales, power_of_2={power_of_2}": functools.partial(check_scales, power_of_2) for power_of_2 in (False, True)}
 CHECKS["scales of a matrix"] = check_scales_of_a_matrix
 for taken in ([2, 3, 4], [1, 2, 3, 5, 7, 8, 10], [9], [4, 0, 1]):
-    CHECKS[f"state, {taken}"] = lambda folder, taken=taken: check_state(taken, folder)
+    CHECKS[f"state, {taken}"] = functools.partial(check_state, taken)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lowering import hardware
-from tests.emulation import block_casts, cases, statistics, tensor_casts
+from tests.emulation import block_casts, cases
+from tests.emulation.__main__ import MODULES
 
 ROOT = Path(__file__).parents[2]
 #: All of them run before the first is reported.
 pytestmark = pytest.mark.timeout(2400)
-needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 
 @functools.cache
@@ -35,39 +35,20 @@ def results() -> dict[str, dict[str, Any]]:
     return dict(json.loads(run.stdout))
 
 
-@needs_triton
-@pytest.mark.parametrize("name", tensor_casts.CHECKS)
-def test_generated_casts_and_scales_equal_the_reference(name):
-    compared = results()["tensor_casts"][name]
-    assert isinstance(compared, int), compared
-    assert compared >= 4
+#: Results that the checks of each module compare; of tensors at least so many.
+COMPARED = dict.fromkeys(block_casts.NAMES, 26) | {"groups": 3, "one scale": 7, "blocks": 4, "rows": 7, "training": 11}
+CHECKS = [(name, check) for name, module in MODULES.items() for check in module.CHECKS]
 
 
-@needs_triton
-@pytest.mark.parametrize("name", block_casts.NAMES)
-def test_blockwise_casts_that_join_their_producers_equal_the_reference(name):
-    compared = results()["block_casts"][name]
-    assert compared == 26, compared
-
-
-@needs_triton
-def test_rows_in_groups_and_their_statistics_join_their_producer():
-    compared = results()["block_casts"]["groups"]
-    assert compared == 3, compared
-
-
-@needs_triton
-@pytest.mark.parametrize("name", statistics.CHECKS)
-def test_statistics_that_join_casts_count_what_the_reference_counts(name):
-    compared = results()["statistics"][name]
-    assert compared == {"one scale": 7, "blocks": 4, "rows": 7, "training": 11}[name], compared
-
-
-@needs_triton
-@pytest.mark.parametrize("name", cases.NAMES)
-def test_generated_code_computes_the_rewritten_graph(name):
-    raised = results()["cases"][name]
-    assert raised is None, raised
+@pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_generated_code_computes_what_the_reference_or_the_rewritten_graph_says(module, name):
+    found = results()[module][name]
+    if module == "cases":
+        assert found is None, found
+    else:
+        assert isinstance(found, int), found
+        assert found >= 4 if module == "tensor_casts" else found == COMPARED[name]
 
 
 @pytest.mark.gpu

@@ -19,15 +19,12 @@ from lowering.products import Product
 from lowering.scaling import scale_shape
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.kernel_cases import CASES, FP8, INPUTS, assert_same, awkward, case, check, main, poisoned_memory
+from tests.support.moe import offsets
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 ROUTINGS = [[0, 1, 7, 15, 16, 17, 127, 128, 129], [0, 150, 0], [70], [3, 0, 0, 0, 90]]
 #: Rows that belong to no group; they hold NaN.
 TAIL = 11
-
-
-def offsets(sizes: list[int], device: str) -> torch.Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
 def integers(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> torch.Tensor:
@@ -79,7 +76,7 @@ def rows_times_experts(device: str) -> None:
         bias = torch.arange(len(sizes) * n).view(-1, n).to(torch.bfloat16) if i % 4 == 0 else None
         a = a.to((E4M3, E5M2)[i % 3 == 0])
         options = options_of(pair, out_dtype=next(outputs), fast_accum=pair[0].block is None and i % 2 == 0)
-        check_gemm(a, b, scale_a, scale_b, offsets(sizes, "cpu"), bias, device, **options)
+        check_gemm(a, b, scale_a, scale_b, offsets(sizes), bias, device, **options)
 
 
 @case
@@ -107,7 +104,7 @@ def wide_tiles(device: str) -> None:
     """256 columns and more, with one sum: rows of experts, and stacks."""
     a, b, bias = integers(211, 48), integers(3, 272, 48, seed=1).mT, integers(3, 272, seed=2).float()
     fast, scale_b = options_of((TENSOR, ROW), fast_accum=True), scales(ROW, 272, 48, 3, True, 1)
-    check_gemm(a, b, scales(TENSOR, 211, 48, 3, False, 0), scale_b, offsets([70, 0, 130], device), bias, device, **fast)
+    check_gemm(a, b, scales(TENSOR, 211, 48, 3, False, 0), scale_b, offsets([70, 0, 130]).to(device), bias, device, **fast)
     check_gemm(integers(3, 70, 48), b, scales(TENSOR, 70, 48, 3, True, 0), scale_b, None, None, device, **fast)
 
 
@@ -116,7 +113,7 @@ def grad_weight(device: str) -> None:
     """2D x 2D: groups of columns at padded offsets."""
     for i, (sizes, kind) in enumerate(itertools.product(ROUTINGS[:3], (TENSOR, ROW, ONE))):
         m, n = ((130, 40), (64, 144))[i % 2]
-        offs, width = offsets(sizes, "cpu"), padded_width(sum(sizes) + TAIL, len(sizes), alignment(kind))
+        offs, width = offsets(sizes), padded_width(sum(sizes) + TAIL, len(sizes), alignment(kind))
         copies, factors = [], []
         for outer, dtype, seed in ((m, E5M2, 0), (n, E4M3, 1)):
             rows = integers(sum(sizes) + TAIL, outer, dtype=dtype, seed=seed)
@@ -147,7 +144,7 @@ def rows_of_no_group(device: str) -> None:
         out = torch.ones(sum(sizes) + TAIL, 1030, dtype=dtype, device=device)
         expected = out.clone()
         expected[sum(sizes) :] = 0
-        assert_same(clear_rows_of_no_group(out, offsets(sizes, device)), expected)
+        assert_same(clear_rows_of_no_group(out, offsets(sizes).to(device)), expected)
 
 
 @case
@@ -156,7 +153,7 @@ def rows_at_padded_offsets(device: str) -> None:
     from lowering.grouped import column_kernels as kernels
 
     for sizes, k in ((ROUTINGS[0], 160), (ROUTINGS[3], 2064), (ROUTINGS[1], 16)):
-        offs, num_rows = offsets(sizes, device), sum(sizes) + TAIL
+        offs, num_rows = offsets(sizes).to(device), sum(sizes) + TAIL
         q, scale_inv = integers(num_rows, k), scales(ONE, num_rows, k, len(sizes), False, 1)
         expected, groups = reference.padded_rows(q, offs.cpu(), None, 128)
         is_row = expected >= 0
@@ -183,7 +180,7 @@ def rows_by_deep_gemm(device: str) -> None:
         num_rows, library = sum(sizes) + TAIL, Library()
         a, b = integers(num_rows, k), integers(len(sizes), n, k, seed=1).mT
         factors = scales(ONE, num_rows, k, len(sizes), False, 2), scales(TWO, n, k, len(sizes), True, 3)
-        operands = a, b, *factors, offsets(sizes, "cpu")
+        operands = a, b, *factors, offsets(sizes)
         given = GroupedGemm(*(x.to(device) for x in operands), **options_of((ONE, TWO)))
         with mock.patch.object(package, "library", lambda library=library: library), poisoned_memory():
             found = deep_gemm.scaled_grouped_mm(given)
@@ -195,7 +192,7 @@ def rows_by_deep_gemm(device: str) -> None:
 def columns_of_groups(device: str) -> None:
     """Bytes moved and values quantized, of rows in groups and of rows gathered; NaN where no group reads."""
     for i, (sizes, fp8, gathered) in enumerate(itertools.product(ROUTINGS[:2], FP8, (False, True))):
-        offs, cols, num_slots = offsets(sizes, device), (130, 64, 70)[i % 3], sum(sizes) + TAIL
+        offs, cols, num_slots = offsets(sizes).to(device), (130, 64, 70)[i % 3], sum(sizes) + TAIL
         x = awkward(num_slots, cols, INPUTS[i % 3], device, non_finite=i % 4 < 2)
         index = None
         if gathered:

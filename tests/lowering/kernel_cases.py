@@ -24,6 +24,7 @@ from lowering.casts import cast_with_scales
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.products import Product
+from tests.support.fp8 import every_bfloat16
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,9 +145,8 @@ def amax_of_many_tiles(device: str) -> None:
 @case
 def quantize_edges(device: str) -> None:
     """Every bfloat16 value, and scales at which finite products overflow float32, or are subnormal there."""
-    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(device)
     for fp8, scale in itertools.product(FP8, EDGE_SCALES):
-        check("quantize", x, scale_on(device, scale), fp8)
+        check("quantize", every_bfloat16().to(device), scale_on(device, scale), fp8)
 
 
 def beside_ties(device: str) -> torch.Tensor:
@@ -279,7 +279,7 @@ def epilogues(device: str) -> None:
 @case
 def tile_counts(device: str) -> None:
     """Sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
-    from tests.support.tile_count import count
+    from tests.support.small_kernels import count
 
     largest = 2**31 - 1
     for size in (0, 1, 127, 128, 129, largest - 8191, largest - 8190, largest - 127, largest - 1, largest):

@@ -1,9 +1,6 @@
 """The ptxas that assembles our kernels; other kernels keep theirs, and cached cubins of two assemblers are two."""
 
-import importlib
-import operator
 import os
-import re
 import subprocess
 import sys
 import types
@@ -25,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from lowering.triton import assembler
 from lowering.triton.ahead import Kernel
 from lowering.triton.assembler import Assembler, choose, others, tritons
+from tests.support.cases import each
 
 OLD, NEW = (12, 8), (13, 1)
 
@@ -33,19 +31,20 @@ def tool(version: tuple[int, int], name: str) -> Assembler:
     return Assembler(f"/{name}/ptxas", version, name)
 
 
-@pytest.mark.parametrize(
-    ("given", "chosen", "found", "expected"),
+@each(
+    ("version", "is_chosen", "found", "expected"),
     [
-        (tool(OLD, "triton"), False, [tool(OLD, "torch"), tool(NEW, "blackwell")], "/blackwell/ptxas"),
-        (tool(OLD, "triton"), False, [tool(NEW, "torch"), tool(NEW, "blackwell")], "/torch/ptxas"),
-        (tool(OLD, "triton"), False, [tool((12, 9), "blackwell")], "/triton/ptxas"),
-        (tool(OLD, "triton"), True, [tool(NEW, "torch")], "/triton/ptxas"),
-        (tool((13, 0), "triton"), False, [tool(NEW, "torch")], "/triton/ptxas"),
+        (OLD, False, [tool(OLD, "torch"), tool(NEW, "blackwell")], "/blackwell/ptxas"),
+        (OLD, False, [tool(NEW, "torch"), tool(NEW, "blackwell")], "/torch/ptxas"),
+        (OLD, False, [tool((12, 9), "blackwell")], "/triton/ptxas"),
+        (OLD, True, [tool(NEW, "torch")], "/triton/ptxas"),
+        ((13, 0), False, [tool(NEW, "torch")], "/triton/ptxas"),
     ],
 )
-def test_the_users_ptxas_else_one_that_is_right(monkeypatch, given, chosen, found, expected):
+def test_the_users_ptxas_else_one_that_is_right(monkeypatch, version, is_chosen, found, expected):
+    given = tool(version, "triton")
     monkeypatch.setattr(assembler, "tritons", lambda arch: given)
-    monkeypatch.setattr(assembler, "is_chosen", lambda arch: chosen)
+    monkeypatch.setattr(assembler, "is_chosen", lambda arch: is_chosen)
     monkeypatch.setattr(assembler, "others", lambda: found)
     for cuda in ((13, 0), ()):
         monkeypatch.setattr(hardware, "cuda_version", lambda cuda=cuda: cuda)
@@ -63,33 +62,34 @@ def test_what_counts_as_chosen(monkeypatch, tmp_path):
     assert assembler.is_chosen(90)
     assert not assembler.is_chosen(100)
     monkeypatch.delenv("TRITON_PTXAS_PATH")
-    knobs = types.SimpleNamespace(ptxas=None)
-    monkeypatch.setattr(triton.knobs, "nvidia", knobs)
+    monkeypatch.setattr(triton.knobs, "nvidia", types.SimpleNamespace(ptxas=None))
     assert assembler.is_chosen(90)
 
 
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def test_a_ptxas_that_does_not_run_is_no_choice(monkeypatch, tmp_path):
-    broken = tmp_path / "ptxas"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
+    broken = script(tmp_path / "ptxas", "#!/bin/sh\nexit 1\n")
     monkeypatch.setattr(assembler, "_torchs_path", lambda: broken)
     assert str(broken) not in [found.path for found in others()]
 
 
 def fake_ptxas(folder: Path, version: str) -> Path:
     """Triton's own, which says that it is of another release, and writes its name behind the cubin."""
-    path = folder / f"ptxas-{version}"
     real = tritons(90).path
-    path.write_text(
+    return script(
+        folder / f"ptxas-{version}",
         f"#!{sys.executable}\n"
         "import subprocess, sys\n"
         f"if '--version' in sys.argv: print('Cuda compilation tools, release {version}, V{version}.0'); sys.exit()\n"
         f"open({str(folder / 'calls')!r}, 'a').write('{version}\\n')\n"
         f"subprocess.run([{real!r}, *sys.argv[1:]], check=True)\n"
-        f"open(sys.argv[sys.argv.index('-o') + 1], 'ab').write(b'by {version}')\n"
+        f"open(sys.argv[sys.argv.index('-o') + 1], 'ab').write(b'by {version}')\n",
     )
-    path.chmod(0o755)
-    return path
 
 
 def calls(folder: Path) -> list[str]:
@@ -103,15 +103,16 @@ def test_caches_do_not_mix_assemblers(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"), raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     options = ["--gpu-name=sm_90a"]
-    made = {}
-    for version in ("13.0", "13.5", "13.0"):
-        path = fake_ptxas(tmp_path, version)
-        major, minor = map(int, version.split("."))
-        made[version] = assembler.assemble(PTX, Assembler(str(path), (major, minor), "test"), options)
-        assert made[version].endswith(f"by {version}".encode())
-    assert calls(tmp_path) == ["13.0", "13.5"], "the third is the first's, out of the cache"
-    assembler.assemble(PTX, Assembler(str(fake_ptxas(tmp_path, "13.0")), (13, 0), "test"), [*options, "--fmad=false"])
-    assert calls(tmp_path) == ["13.0", "13.5", "13.0"]
+    for version, more, made in (
+        ((13, 0), [], ["13.0"]),
+        ((13, 5), [], ["13.0", "13.5"]),
+        ((13, 0), [], ["13.0", "13.5"]),  # the first's, out of the cache
+        ((13, 0), ["--fmad=false"], ["13.0", "13.5", "13.0"]),
+    ):
+        name = ".".join(map(str, version))
+        found = assembler.assemble(PTX, Assembler(str(fake_ptxas(tmp_path, name)), version, "test"), [*options, *more])
+        assert found.endswith(f"by {name}".encode())
+        assert calls(tmp_path) == made
 
 
 def test_a_ptxas_that_fails_is_named(tmp_path):
@@ -121,14 +122,12 @@ def test_a_ptxas_that_fails_is_named(tmp_path):
 
 @triton.jit
 def doubled(x, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(x + i, 2 * tl.load(x + i))
+    tl.store(x + tl.arange(0, BLOCK), 2 * tl.load(x + tl.arange(0, BLOCK)))
 
 
 @triton.jit
 def tripled(x, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(x + i, 3 * tl.load(x + i))
+    tl.store(x + tl.arange(0, BLOCK), 3 * tl.load(x + tl.arange(0, BLOCK)))
 
 
 def warmed_up(jit):
@@ -162,16 +161,3 @@ def test_importing_changes_no_knob():
         "assert (dict(os.environ), vars(triton.knobs.nvidia)) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)
-
-
-def test_every_launched_kernel_is_assembled_by_the_chosen_ptxas():
-    root = Path(__file__).parents[2]
-    launched = []
-    for path in root.glob("lowering/**/*kernels.py"):
-        module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
-        for name in re.findall(r"\b(\w*\.?\w+_kernel)\[", path.read_text()):
-            launched.append(name)
-            kernel = operator.attrgetter(name)(module)
-            assert isinstance(kernel, Kernel), f"{path.name}: {name}"
-            assert kernel.jit.device_caches.default_factory.__qualname__.startswith("assemble_anew")
-    assert len(launched) > 15

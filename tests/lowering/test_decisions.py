@@ -6,21 +6,20 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import lowering
 from lowering import gemm as dense
-from lowering import hardware, ops
+from lowering import hardware
 from lowering.blockwise import cublaslt, deep_gemm, gemm
-from lowering.formats import E4M3, E5M2, Granularity
+from lowering.formats import E4M3, E5M2
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped import reference as groups
 from lowering.trials import Trial
 from tests.lowering.deep_gemm_stand_in import Library
-from tests.lowering.test_deep_gemm import install
-from tests.lowering.test_rowwise import cpu_gemm_takes_rows
-from tests.support.copies import both
+from tests.lowering.test_gemm import cpu_gemm_takes_rows
+from tests.lowering.test_libraries import install
 from tests.tolerances import REFERENCE_MM, relative_error
 
-ONE, TWO = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
+ops = torch.ops.lowering
+BLOCKS = "block_1x128", "block_128x128"
 M, N, K = 8, 48, 272
 
 
@@ -39,37 +38,32 @@ def spread(x):
     return wide.copy_(x.view(torch.uint8)).view(x.dtype)
 
 
-def arguments(m=M, n=N, dtype=E4M3, pair=(ONE, TWO), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    a, scale_a = lowering.cast_blockwise(torch.randn(m, K, generator=generator), dtype, granularity=pair[0])
-    b, scale_b = lowering.cast_blockwise(torch.randn(n, K, generator=generator), E4M3, granularity=pair[1])
-    a, scale_a, b, scale_b = (moved(x, 0) for x in (a, scale_a, b, scale_b))
-    return {
-        "a": a,
-        "b": b.t(),
-        "scale_inv_a": scale_a,
-        "scale_inv_b": scale_b,
-        "granularity_a": pair[0],
-        "granularity_b": pair[1],
-    }
+def operand(kind, rows, k, dtype):
+    x = torch.randn(rows, k)
+    if kind.startswith("block"):
+        return ops.cast_with_scales([x], dtype, granularity=kind)
+    return x.to(dtype), torch.rand(()) if kind == "tensor_wise" else torch.rand(rows, 1)
 
 
-USUAL = arguments()
-OTHERS = {
-    "rows": arguments(m=M + 8),
-    "columns": arguments(n=N + 16),
-    "dtype": arguments(dtype=E5M2),
-    "granularities": arguments(pair=(ONE, ONE)),
-    "address of a": USUAL | {"a": moved(USUAL["a"], 1)},
-    "address of b": USUAL | {"b": moved(USUAL["b"].t(), 8).t()},
-    "address of scales": USUAL | {"scale_inv_a": moved(USUAL["scale_inv_a"], 4)},
-    "strides": USUAL | {"a": spread(USUAL["a"])},
-    "bias": USUAL | {"bias": torch.ones(N)},
-    "dtype of a bias": USUAL | {"bias": torch.ones(N, dtype=torch.bfloat16)},
-    "strides of a bias": USUAL | {"bias": torch.ones(2 * N)[::2]},
-    "output": USUAL | {"out_dtype": torch.float32},
-    "implementation": USUAL | {"implementation": "reference"},
-}
+def arguments(kinds=BLOCKS, m=M, n=N, k=K, dtype=E4M3, **options):
+    (a, scale_a), (b, scale_b) = operand(kinds[0], m, k, dtype), operand(kinds[1], n, k, E4M3)
+    operands = {"a": a, "b": b.t(), "scale_inv_a": scale_a, "scale_inv_b": scale_b}
+    return {**operands, "granularity_a": kinds[0], "granularity_b": kinds[1], **options}
+
+
+def others(kinds, usual):
+    """Calls that differ from the usual one in what decides, each in something else."""
+    yield from (arguments(kinds, m=M + 8), arguments(kinds, n=N + 16), arguments(kinds, k=K + 64))
+    yield from ({**usual, "bias": bias} for bias in (torch.ones(N), torch.ones(N).bfloat16(), torch.ones(2 * N)[::2]))
+    yield {**usual, "out_dtype": torch.float16}
+    yield {**usual, "a": spread(usual["a"])}
+    yield {**usual, "b": moved(usual["b"].t(), 8).t()}
+    if kinds != BLOCKS:
+        yield from () if kinds[0] == "block_1x32" else [{**usual, "fast_accum": True}]
+        return
+    yield {**usual, "a": moved(usual["a"], 1)}
+    yield {**usual, "scale_inv_a": moved(usual["scale_inv_a"], 4)}
+    yield from (arguments(dtype=E5M2), arguments(("block_1x128", "block_1x128")), {**usual, "implementation": "reference"})
 
 
 @pytest.fixture
@@ -82,40 +76,50 @@ def decided(monkeypatch):
     return found
 
 
-def product(given):
-    return torch.ops.lowering.scaled_mm(**given)
-
-
 def expected(given):
     return dense.scaled_mm(**given)
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_what_decides_is_looked_at_once(what, decided):
-    other = OTHERS[what]
-    for given in (USUAL, arguments(seed=1), USUAL):
-        assert product(given).equal(expected(given))
+@pytest.mark.skipif(not hardware.triton_available(), reason="GEMMs of tensor cores need Triton")
+@pytest.mark.parametrize("kinds", [BLOCKS, *((kind, kind) for kind in ("tensor_wise", "row_wise", "block_1x32"))])
+def test_what_decides_is_looked_at_once(kinds, decided, monkeypatch):
+    if kinds[0] == "row_wise" and not cpu_gemm_takes_rows():
+        pytest.skip("torch's GEMM of CPUs takes no scale per row before 2.13")
+    monkeypatch.setattr(dense, "runs_kernels", lambda device: kinds != BLOCKS)
+
+    def right(given):
+        out, wanted = dense.by_decision(**given), expected(given)
+        assert (out.dtype, out.shape) == (wanted.dtype, wanted.shape)
+        return out.equal(wanted) or (kinds != BLOCKS and relative_error(out, wanted.double()) <= REFERENCE_MM[torch.bfloat16])
+
+    usual = arguments(kinds)
+    for given in (usual, arguments(kinds), usual):
+        assert right(given)
     assert len(decided) == 1, "other values are of the same kind"
-    for _ in range(2):
-        assert product(other).equal(expected(other))
-        assert product(USUAL).equal(expected(USUAL))
-    assert len(decided) == 2
+    for i, other in enumerate(others(kinds, usual), 2):
+        assert right(other)
+        assert right(other | {"scale_inv_b": other["scale_inv_b"].clone()})
+        assert right(usual)
+        assert len(decided) == i
 
 
 def test_operands_that_do_not_fit_are_refused_at_each_call(decided):
-    for _ in range(2):
-        with pytest.raises(ValueError, match="scale_inv_a is"):
-            product(USUAL | {"scale_inv_a": torch.ones(8, 3)})
-    with pytest.raises(ValueError, match=r"scale_inv_a is torch\.float64"):
-        product(USUAL | {"scale_inv_a": USUAL["scale_inv_a"].double()})
-    assert product(USUAL).equal(expected(USUAL))
+    usual = arguments()
+    for scale, text in (
+        (torch.ones(8, 3), "scale_inv_a is"),
+        (usual["scale_inv_a"].double(), r"scale_inv_a is torch\.float64"),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=text):
+                ops.scaled_mm(**usual | {"scale_inv_a": scale})
+    assert ops.scaled_mm(**usual).equal(expected(usual))
 
 
 def test_sizes_without_end_are_not_all_kept(decided, monkeypatch):
     monkeypatch.setattr("lowering.trials._MOST", 2)
     kinds = [arguments(m=m) for m in (4, 8, 12)]
     for given in (*kinds, kinds[0], kinds[0]):
-        assert product(given).equal(expected(given))
+        assert ops.scaled_mm(**given).equal(expected(given))
     assert len(decided) == 4
 
 
@@ -133,12 +137,12 @@ def test_a_library_is_asked_once(on_gpu, monkeypatch, decided):
     asked = []
     refuse = deep_gemm.refusal
     monkeypatch.setattr(deep_gemm, "refusal", lambda given: asked.append(1) or refuse(given))
-    for seed in range(3):
-        given = arguments(seed=seed)
+    for _ in range(3):
+        given = arguments()
         torch.testing.assert_close(dense.by_decision(**given), expected(given), rtol=2**-7, atol=1e-3)
     assert (len(decided), len(asked)) == (1, 2)
     calls = on_gpu.calls
-    dense.by_decision(**USUAL)
+    dense.by_decision(**given)
     assert on_gpu.calls == calls + 1
 
 
@@ -146,74 +150,13 @@ def test_nothing_is_kept_while_a_graph_is_captured(on_gpu, monkeypatch, decided)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(deep_gemm.trial, "is_passed", lambda given: not torch.cuda.is_current_stream_capturing())
     monkeypatch.setitem(gemm.IMPLEMENTATIONS, "triton", gemm.IMPLEMENTATIONS["reference"])
+    usual = arguments()
     for _ in range(2):  # no trial then, so no library
-        assert dense.by_decision(**USUAL).equal(expected(USUAL))
+        assert dense.by_decision(**usual).equal(expected(usual))
     assert (len(decided), on_gpu.calls) == (2, 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    dense.by_decision(**USUAL)
+    dense.by_decision(**usual)
     assert on_gpu.calls > 0
-
-
-def of_lines(dtype=torch.float32, m=M, k=K, bias=None, **options):
-    a, b = torch.randn(m, k).to(E4M3), torch.randn(N, k).to(E4M3).t()
-    scales = {"scale_inv_a": torch.rand(m, 1), "scale_inv_b": torch.rand(N, 1)}
-    return {"a": a, "b": b, "bias": bias, "out_dtype": dtype, **scales, **options}
-
-
-def of_tensors(dtype=torch.float32, **options):
-    scales = {"scale_inv_a": torch.rand(()), "scale_inv_b": torch.rand(())}
-    return of_lines(dtype, **options) | scales
-
-
-def of_mx(dtype=torch.bfloat16, m=M, k=K, bias=None):
-    (a, scale_a), (b, scale_b) = (
-        ops.cast_with_scales([torch.randn(rows, k)], E4M3, granularity="block_1x32") for rows in (m, N)
-    )
-    return {"a": a, "b": b.t(), "scale_inv_a": scale_a, "scale_inv_b": scale_b, "bias": bias, "out_dtype": dtype}
-
-
-KINDS = {
-    "tensor_wise": (of_tensors, [{"fast_accum": True}]),
-    "row_wise": (of_lines, [{"fast_accum": True}]),
-    "block_1x32": (of_mx, []),
-}
-
-
-@pytest.mark.skipif(not hardware.triton_available(), reason="GEMMs of tensor cores need Triton")
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_decides_about_other_gemms_is_looked_at_once(kind, decided, monkeypatch):
-    if kind == "row_wise" and not cpu_gemm_takes_rows():
-        pytest.skip("torch's GEMM of CPUs takes no scale per row before 2.13")
-    arguments, options = KINDS[kind]
-    kinds = both(kind)
-    monkeypatch.setattr(dense, "runs_kernels", lambda device: True)
-
-    def right(given):
-        out, wanted = dense.by_decision(**given, **kinds), dense.scaled_mm(**given, **kinds)
-        assert (out.dtype, out.shape) == (wanted.dtype, wanted.shape)
-        return relative_error(out, wanted.double()) <= REFERENCE_MM[torch.bfloat16]
-
-    usual = arguments()
-    others = [
-        arguments(m=M + 4),
-        arguments(k=K + 64),
-        arguments(torch.float16),
-        arguments(bias=torch.randn(N)),
-        arguments(bias=torch.randn(N).bfloat16()),
-        arguments(bias=torch.randn(2 * N)[::2]),
-        usual | {"a": spread(usual["a"])},
-        usual | {"b": moved(usual["b"].t(), 8).t()},
-        *(arguments(**option) for option in options),
-    ]
-    for given in (usual, arguments(), usual):
-        assert right(given)
-    assert len(decided) == 1
-    for i, other in enumerate(others, 2):
-        assert right(other)
-        scale = next(name for name in other if name.startswith("scale"))
-        assert right(other | {scale: other[scale].clone()})
-        assert right(usual)
-        assert len(decided) == i
 
 
 def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):
@@ -236,9 +179,9 @@ def test_what_decides_about_a_grouped_gemm_is_looked_at_once(monkeypatch):
 
     usual = operands()
     wide = torch.zeros(16, K + 64, dtype=torch.uint8).view(E4M3)[:, :K]
-    others = [(operands(20), {}), (operands(k=K + 64), {}), ((wide, *usual[1:]), {}), (usual, {"out_dtype": torch.float32})]
-    others += [(usual, {"fast_accum": True}), ((*usual, torch.rand(2, N)), {})]
-    for i, (given, options) in enumerate([(usual, {}), *others], 1):
+    kinds = [(operands(20), {}), (operands(k=K + 64), {}), ((wide, *usual[1:]), {}), (usual, {"out_dtype": torch.float32})]
+    kinds += [(usual, {"fast_accum": True}), ((*usual, torch.rand(2, N)), {})]
+    for i, (given, options) in enumerate([(usual, {}), *kinds], 1):
         for each in (given, usual if i == 1 else given):
             assert grouped_gemm.scaled_grouped_mm(*each, **options).equal(groups.scaled_grouped_mm(*each, **options))
         assert grouped_gemm.scaled_grouped_mm(*operands()).shape == (16, N)

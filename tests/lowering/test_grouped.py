@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 
 import lowering
@@ -10,6 +9,8 @@ from lowering.formats import E4M3, E5M2, Granularity, round_up
 from lowering.grouped import reference as layouts
 from tests.support.cases import each
 from tests.support.copies import one_copy
+from tests.support.fp8 import rows_of_range, same_bits
+from tests.support.moe import offsets
 from tests.tolerances import SCALED_MM, relative_error
 
 ops = torch.ops.lowering
@@ -19,32 +20,15 @@ ROUTINGS = [SIZES, [0, 0, 300, 0], [440], [5, 0, 0]]
 TAIL = 9
 
 
-def offsets(sizes):
-    return torch.tensor(sizes).cumsum(0).to(torch.int32)
-
-
 def groups(sizes):
     """Rows of each group."""
     ends = offsets(sizes).tolist()
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def values(*shape, seed=0, dtype=torch.float32):
-    """Rows of very different magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    magnitudes = torch.exp(torch.randn(*shape[:-1], 1, generator=generator))
-    return (torch.randn(shape, generator=generator) * magnitudes).to(dtype)
-
-
 def with_tail(x, rows=TAIL):
     """Rows that belong to no group, as uninitialized memory holds them."""
     return torch.cat([x, x.new_full((rows, x.shape[1]), torch.nan)])
-
-
-def same_bits(actual, expected):
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert actual.flatten().view(torch.uint8).equal(expected.flatten().view(torch.uint8))
 
 
 def cast_rows(x, kind, dtype):
@@ -57,14 +41,12 @@ def cast_rows(x, kind, dtype):
 
 def cast_stack(x, kind, dtype, columnwise=False):
     """Copies of a stack, and their compact scales."""
+    side = one_copy(columnwise=columnwise)
     if kind is TENSOR:
         scale = 2.0 ** torch.arange(x.shape[0]).float()
-        return ops.cast([x], [scale], dtype, **one_copy(columnwise=columnwise))[0], scale.reciprocal()
-    if kind is ROW:
-        return ops.cast_with_scales([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False), granularity="row_wise")
-    if kind is MX:
-        return ops.cast_with_scales([x], dtype, **one_copy(columnwise=columnwise), granularity="block_1x32")
-    return ops.cast_with_scales([x], dtype, **one_copy(granularity=kind, columnwise=columnwise, power_of_2=False))
+        return ops.cast([x], [scale], dtype, **side)[0], scale.reciprocal()
+    how = {} if kind is MX else {"power_of_2": False}
+    return ops.cast_with_scales([x], dtype, **side, **how, granularity=kind.value)
 
 
 def cast_columns(x, offs, kind, dtype, index=None):
@@ -90,10 +72,6 @@ def dequantized(q, scale_inv, kind):
 PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (MX, MX), (ONE, TWO), (ONE, ONE)]
 
 
-def pair_id(pair):
-    return " by ".join(kind.label for kind in pair)
-
-
 def options(pair):
     return {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
 
@@ -103,7 +81,7 @@ def options(pair):
 def test_rows_times_experts(sizes, pair):
     """2D x 3D: float64 products per expert, whatever the rows of no group hold; these are zero in the result."""
     rows, k, n = sum(sizes), 160, 48
-    x, w = with_tail(values(rows, k)), values(len(sizes), n, k, seed=1)
+    x, w = with_tail(rows_of_range(rows, k)), rows_of_range(len(sizes), n, k, seed=1)
     offs, bias = offsets(sizes), torch.randn(len(sizes), n)
     dtypes = (E5M2, E4M3) if len(sizes) == 1 else (E4M3, E4M3)
     a, scale_a = cast_rows(x, pair[0], dtypes[0])
@@ -126,10 +104,10 @@ def test_rows_times_experts(sizes, pair):
 def test_grad_weight(sizes, kind, gathered):
     """2D x 2D: x and dy in high precision, quantized per group; float64 products of what each group's cast gives alone."""
     rows, n, k = sum(sizes), 48, 160
-    x, dy = with_tail(values(rows, k)), with_tail(values(rows, n, seed=1))
+    x, dy = with_tail(rows_of_range(rows, k)), with_tail(rows_of_range(rows, n, seed=1))
     offs, index, source = offsets(sizes), None, x
     if gathered:  # the rows in groups are rows of a smaller matrix, more than once
-        source = values(37, k)
+        source = rows_of_range(37, k)
         index = torch.randint(37, (rows + TAIL,), generator=torch.Generator().manual_seed(0))
         x = source[index]
     a, scale_a = cast_columns(dy, offs, kind, E5M2)
@@ -152,10 +130,10 @@ def test_grad_weight(sizes, kind, gathered):
         assert relative_error(out[g], quantized[0] @ quantized[1].t()) < SCALED_MM[torch.float32]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+@each("pair", PAIRS)
 def test_stacks(pair):
     """3D x 3D, with sizes that casts have to pad."""
-    x, w = values(3, 70, 150), values(3, 40, 150, seed=1)
+    x, w = rows_of_range(3, 70, 150), rows_of_range(3, 40, 150, seed=1)
     a, scale_a = cast_stack(x, pair[0], E4M3)
     b, scale_b = cast_stack(w, pair[1], E4M3)
     out = lowering.scaled_grouped_mm(a, b.mT, scale_a, scale_b, **options(pair))
@@ -164,30 +142,30 @@ def test_stacks(pair):
         assert relative_error(out[g], expected) < SCALED_MM[torch.bfloat16]
 
 
-@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
-@pytest.mark.parametrize("kind", [ROW, MX, ONE])
+@each("sizes", ROUTINGS)
+@each("kind", [ROW, MX, ONE])
 def test_columns_of_a_group_are_those_of_its_cast(sizes, kind):
     """And what is between the groups is zero."""
-    x, offs, align = with_tail(values(sum(sizes), 40, dtype=torch.bfloat16)), offsets(sizes), layouts.alignment(kind)
+    x, offs, align = with_tail(rows_of_range(sum(sizes), 40, dtype=torch.bfloat16)), offsets(sizes), layouts.alignment(kind)
     x[::11] *= 1e4
     q, scales = cast_columns(x, offs, kind, E4M3)
     start = 0
     for g, part in enumerate(groups(sizes)):
         alone, scales_alone = (t[0] for t in cast_stack(x[None, part], kind, E4M3, columnwise=True))
-        same_bits(q[:, start : start + alone.shape[1]], alone)
+        assert same_bits(q[:, start : start + alone.shape[1]], alone)
         first, last = start // align, start // align + scales_alone.shape[1]
-        same_bits(scales[g] if kind is ROW else scales[:, first:last], scales_alone)
+        assert same_bits(scales[g] if kind is ROW else scales[:, first:last], scales_alone)
         stop = start + round_up(sizes[g], align)
         assert not q[:, start + sizes[g] : stop].float().any()
         start = stop
     assert not q[:, start:].float().any()
 
 
-@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("sizes", ROUTINGS)
+@each("dtype", [E4M3, E5M2])
 def test_both_copies_of_one_read_are_those_of_two_casts(sizes, dtype):
     """Also of rows that no group reads, which hold anything; values, scales, their memory."""
-    x, offs = with_tail(values(sum(sizes), 200, dtype=torch.bfloat16)), offsets(sizes)
+    x, offs = with_tail(rows_of_range(sum(sizes), 200, dtype=torch.bfloat16)), offsets(sizes)
     x[::11] *= 1e4
     for options in ({}, {"power_of_2": False, "epsilon": 1e-3}):
         how = {"granularity": ONE.value, **options}
@@ -195,12 +173,12 @@ def test_both_copies_of_one_read_are_those_of_two_casts(sizes, dtype):
         rows = [copy[0] for copy in ops.cast_with_scales([x[None]], dtype, **how)]
         alone = [*rows, *ops.cast_columns(x, dtype, offs, pad_outer=True, **how)]
         for found, expected in zip(both, alone, strict=True):
-            same_bits(found, expected)
+            assert same_bits(found, expected)
             assert found.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("align", [16, 128])
+@each("index_dtype", [torch.int32, torch.int64])
+@each("align", [16, 128])
 def test_group_columns_moves_bytes(index_dtype, align):
     """Against a loop over rows; the gather is the one that its index makes."""
     source = torch.randint(0, 256, (20, 7), dtype=torch.uint8).view(E5M2)
@@ -214,18 +192,18 @@ def test_group_columns_moves_bytes(index_dtype, align):
             expected[:, start + i] = source.view(torch.uint8)[row]
         start += round_up(size, align)
     assert torch.equal(moved, expected)
-    same_bits(ops.transposed_copy(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
+    assert same_bits(ops.transposed_copy(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
 
 
-@pytest.mark.parametrize("kind", [ROW, ONE, MX])
+@each("kind", [ROW, ONE, MX])
 def test_columns_with_outer_padding(kind):
     """Zeros, and scales that change nothing."""
-    x, offs, granularity = values(40, 24), offsets([10, 0, 30]), kind.value
+    x, offs, granularity = rows_of_range(40, 24), offsets([10, 0, 30]), kind.value
     q, scales = ops.cast_columns(x, E4M3, offs, granularity=granularity)
     wide, wide_scales = ops.cast_columns(x, E4M3, offs, granularity=granularity, pad_outer=True)
-    same_bits(wide[:24], q)
+    assert same_bits(wide[:24], q)
     lines = (slice(None), slice(0, 24)) if kind is ROW else slice(0, 24)
-    same_bits(wide_scales[lines], scales)
+    assert same_bits(wide_scales[lines], scales)
     assert wide.shape[0] == 32
     assert not wide[24:].float().any()
 
@@ -240,28 +218,23 @@ def test_valid_rows():
 
 def test_stacks_are_cast_matrix_by_matrix():
     """Every cast of a stack, padding included, against the ungrouped cast of each matrix."""
-    x, scales = values(3, 20, 40, dtype=torch.bfloat16), torch.tensor([1.0, 8.0, 0.5])
+    x, scales = rows_of_range(3, 20, 40, dtype=torch.bfloat16), torch.tensor([1.0, 8.0, 0.5])
     x[1, 3, 3], x[2] = torch.inf, 0
     for pad, columnwise in itertools.product((False, True), repeat=2):
-        layout = {"columnwise": columnwise, "pad_outer": pad}
-        q, amaxes = ops.cast([x], [scales], E5M2, **one_copy(**layout), with_amax=True)
-        row, row_scale = ops.cast_with_scales([x], E4M3, **one_copy(**layout), granularity="row_wise")
+        side = one_copy(columnwise=columnwise, pad_outer=pad)
+        q, amaxes = ops.cast([x], [scales], E5M2, **side, with_amax=True)
+        rows = ops.cast_with_scales([x], E4M3, **side, granularity="row_wise")
         for g in range(3):
-            same_bits(q[g], ops.cast([x[g]], [scales[g]], E5M2, **one_copy(**layout))[0])
+            assert same_bits(q[g], ops.cast([x[g]], [scales[g]], E5M2, **side)[0])
             assert amaxes[g] == x[g].abs().max()
-            for actual, expected in zip(
-                (row[g], row_scale[g]),
-                ops.cast_with_scales([x[g]], E4M3, **one_copy(**layout), granularity="row_wise"),
-                strict=True,
-            ):
-                same_bits(actual, expected)
-            for kind in (ONE, TWO):
-                q_blocks, inv = ops.cast_with_scales([x], E4M3, **one_copy(granularity=kind, **layout))
-                alone, ready = ops.cast_with_scales([x[g]], E4M3, **one_copy(granularity=kind, **layout))
-                same_bits(q_blocks[g], alone)
-                same_bits(lowering.blockwise.reference.gemm_ready_scales(inv[g], alone.shape[0], kind), ready)
-            for square in (False, True):
-                q_mx, codes = ops.cast_with_scales([x], E4M3, **one_copy(square=square, **layout), granularity="block_1x32")
-                alone, ready = ops.cast_with_scales([x[g]], E4M3, **one_copy(square=square, **layout), granularity="block_1x32")
-                same_bits(q_mx[g], alone)
-                same_bits(lowering.mxfp8.reference.swizzled(codes[g]), ready)
+            alone = ops.cast_with_scales([x[g]], E4M3, **side, granularity="row_wise")
+            assert all(same_bits(actual[g], expected) for actual, expected in zip(rows, alone, strict=True))
+            for how in ({"granularity": ONE}, {"granularity": TWO}, {"granularity": MX}, {"granularity": MX, "square": True}):
+                of_stack, compact = ops.cast_with_scales([x], E4M3, **side, **how)
+                alone, ready = ops.cast_with_scales([x[g]], E4M3, **side, **how)
+                assert same_bits(of_stack[g], alone)
+                if how["granularity"] is MX:
+                    assert same_bits(lowering.mxfp8.reference.swizzled(compact[g]), ready)
+                else:
+                    made = lowering.blockwise.reference.gemm_ready_scales(compact[g], alone.shape[0], how["granularity"])
+                    assert same_bits(made, ready)

@@ -16,17 +16,19 @@ CPU = torch.device("cpu")
 def machine(monkeypatch):
     """Pretend that torch was built with a CUDA toolkit and that cuda:0 has a capability."""
 
-    def pretend(device_capability: tuple[int, int], cuda: str | None = "12.9", version: str = "2.13.0") -> None:
+    def forget() -> None:
         for cached in (hardware.cuda_version, hardware.torch_version, hardware._capability_of):
             cached.cache_clear()
+
+    def pretend(device_capability: tuple[int, int], cuda: str | None = "12.9", version: str = "2.13.0") -> None:
+        forget()
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: device_capability)
 
     yield pretend
     monkeypatch.undo()
-    for cached in (hardware.cuda_version, hardware.torch_version, hardware._capability_of):
-        cached.cache_clear()
+    forget()
 
 
 def test_the_version_of_cuda(machine):
@@ -35,7 +37,7 @@ def test_the_version_of_cuda(machine):
         assert hardware.cuda_version() == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("device_capability", "cuda", "has"),
     [
         ((8, 0), "12.9", ""),
@@ -132,7 +134,7 @@ def grouped(*granularities, **options):
     return Gemm(options.pop("a", E4M3), E4M3, *granularities, is_grouped=True, **options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("device_capability", "cuda", "gemm", "reason"),
     [
         ((8, 9), "12.8", Gemm(E4M3, E4M3), None),
@@ -179,9 +181,9 @@ def assert_refused(got: str | None, reason: str | None) -> None:
     assert got == reason if got is None or reason is None else reason in got
 
 
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cu126"])
-@pytest.mark.parametrize(("cuda", "of_hopper"), [("12.6", False), ("12.8", False), ("13.0", True)])
-@pytest.mark.parametrize("fast_accum", [False, True])
+@each("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cu126"])
+@each(("cuda", "of_hopper"), [("12.6", False), ("12.8", False), ("13.0", True)])
+@each("fast_accum", [False, True])
 def test_which_row_wise_gemms_are_torchs(machine, version, cuda, of_hopper, fast_accum):
     """On Ada and, before CUDA 12.9, on Hopper only with fast accumulation; on Ada from torch 2.12 on."""
     expected = {
@@ -203,7 +205,7 @@ def test_grouped_gemms_need_triton(machine, monkeypatch):
     assert "Triton is not installed" in refusal(grouped(), CUDA)
 
 
-@pytest.mark.parametrize(
+@each(
     ("device_capability", "gemm", "reason"),
     [
         ((9, 0), grouped(n=32, k=64), None),
@@ -214,7 +216,7 @@ def test_grouped_gemms_need_triton(machine, monkeypatch):
     ],
 )
 def test_torchs_grouped_gemm(machine, device_capability, gemm, reason):
-    """What it says of operands: tests/lowering/test_grouped_gemm.py."""
+    """What it says of operands: tests/lowering/test_libraries.py."""
     machine(device_capability)
     assert_refused(hardware.cutlass_refusal(gemm, CUDA), reason)
 

@@ -4,6 +4,7 @@ The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorde
 """
 
 import functools
+import itertools
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -89,6 +90,10 @@ _CALLS: dict[str, tuple[str, tuple, dict]] = {
 CALLS = {words: functools.partial(call, name, *arguments, **options) for words, (name, arguments, options) in _CALLS.items()}
 
 
+def ptx_of(name: str, arch: int = 90) -> str:
+    return compiled(CALLS[name]()[0], arch).ptx
+
+
 # Per thread: a tile of R x C elements over 32 * num_warps threads, 16 bytes an access.
 TILE = 64 * 128
 
@@ -115,7 +120,7 @@ def test_aligned_tiles_move_16_bytes_an_access(name, loaded, stored, threads):
     E5M2 looks at a tile that has infinities again, behind its last vector, once for each copy, and stores those by bytes.
     """
     loads, stores = loaded / threads / 16, stored / threads / 16
-    ptx = compiled(CALLS[name]()[0], 90).ptx
+    ptx = ptx_of(name)
     usual, again = ptx, ""
     copies = 2 if "transpose" in name else 1
     if "e5m2" in name:
@@ -139,21 +144,19 @@ def test_the_recorder_sees_misaligned_and_strided_inputs():
     assert global_accesses(compiled(launch, 90).ptx)["ld.v4.b32"] == 0
 
 
-@pytest.mark.parametrize(
-    ("launches", "names"),
-    [
+def test_number_of_launches():
+    """One tile needs no second one, and empty inputs none at all."""
+    for launches, names in (
         (1, "cast_transpose e4m3, cast_partial_amax, cast_transpose_partial_amax, multi aligned"),
         (1, "update_scales max, record_amax, load_scales"),
         (2, "cast_transpose_amax e4m3, amax bf16, rowwise both, rowwise row, rowwise multi aligned"),
-    ],
-)
-def test_number_of_launches(launches, names):
-    assert {name: len(CALLS[name]()) for name in names.split(", ")} == dict.fromkeys(names.split(", "), launches)
-
-
-def test_one_tile_needs_no_second_launch():
-    assert len(call("amaxes", [matrix(16, 16)])) == 1
-    assert len(call("cast", [matrix(16, 16)], [SCALE], E4M3, **BOTH | AMAX)) == 1
+    ):
+        assert {name: len(CALLS[name]()) for name in names.split(", ")} == dict.fromkeys(names.split(", "), launches)
+    for shape, launches in (((16, 16), 1), ((0, 5), 0), ((5, 0), 0)):
+        assert len(call("amaxes", [matrix(*shape)])) == launches
+        assert len(call("cast", [matrix(*shape)], [SCALE], E4M3, **BOTH | AMAX)) == launches
+    assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
+    assert call("record_amax", torch.ones(4), torch.arange(4), [], []) == []
 
 
 @pytest.mark.parametrize("copies", [BOTH, one_copy(columnwise=False), one_copy(columnwise=True)])
@@ -163,29 +166,20 @@ def test_many_matrices_of_one_kind_are_one_launch(copies):
     for with_amax in (False, True):
         for given, launches in ((xs, 1), (mixed, 3)):
             assert len(call("cast", given, list(torch.ones(len(given))), E4M3, **copies, with_amax=with_amax)) == launches
-    for granularity in ("block_1x128", "block_128x128"):
-        assert len(call("cast_with_scales", xs, E4M3, **copies, granularity=granularity)) == 1
-        assert len(call("cast_with_scales", mixed, E4M3, **copies, granularity=granularity)) == 3
-
-
-def test_empty_inputs_launch_nothing():
-    assert call("amaxes", [matrix(0, 5)]) == []
-    assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
-    assert call("cast", [matrix(5, 0)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
-    assert call("cast", [matrix(0, 5)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
-    assert call("record_amax", torch.ones(4), torch.arange(4), [], []) == []
+    for granularity, (given, launches) in itertools.product(("block_1x128", "block_128x128"), ((xs, 1), (mixed, 3))):
+        assert len(call("cast_with_scales", given, E4M3, **copies, granularity=granularity)) == launches
 
 
 def test_division_is_correctly_rounded():
     for name in ("update_scales max", "load_scales"):
-        assert "div.rn.f32" in compiled(CALLS[name]()[0], 90).ptx
+        assert "div.rn.f32" in ptx_of(name)
 
 
 @pytest.mark.parametrize("name", ["cast e4m3", "cast_amax e5m2", "cast_transpose_mxfp8 e4m3", "multi blockwise both"])
 @pytest.mark.parametrize("arch", [89, 90])
 def test_conversions_are_one_piece_of_ptx(name, arch):
     """NOTE [one piece of PTX] in lowering/formats.py: by it alone, and not by way of float16."""
-    ptx = compiled(CALLS[name]()[0], arch).ptx
+    ptx = ptx_of(name, arch)
     pieces = re.findall(r"\{ \.reg \.b16 lo, hi; .* mov\.b32 %r\d+, \{lo, hi\}; \}", ptx)
     assert len(re.findall(r"cvt\.\S*e[45]m[23]", ptx)) == 2 * len(pieces) > 0
     assert "f16.f32" not in ptx.replace("bf16.f32", "")
@@ -200,6 +194,4 @@ def test_the_step_boundary_has_its_barriers():
 
 
 def test_transposed_bytes_are_read_and_stored_sixteen_at_a_time():
-    (launch,) = CALLS["transposed copy"]()
-    accesses = global_accesses(compiled(launch, 90).ptx)
-    assert set(accesses) == {"ld.v4.b32", "st.v4.b32"}
+    assert set(global_accesses(ptx_of("transposed copy"))) == {"ld.v4.b32", "st.v4.b32"}

@@ -15,6 +15,7 @@ from benchmarks.variants import compile_launch
 from lowering import hardware
 from lowering.triton import limits
 from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
+from tests.support.cases import each
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 CUDA = torch.device("cuda", 0)
@@ -29,9 +30,9 @@ def shared_bytes(tile: dict[str, int], of: Limits) -> int:
     return stages * (tile["BLOCK_M"] + tile["BLOCK_N"]) * 128 + limits.BESIDE_STAGES
 
 
-@pytest.mark.parametrize("capability", BY_CAPABILITY)
-@pytest.mark.parametrize("rows", [1, 64, 65, 4096])
-@pytest.mark.parametrize("is_wide", [False, True])
+@each("capability", BY_CAPABILITY)
+@each("rows", [1, 64, 65, 4096])
+@each("is_wide", [False, True])
 def test_tiles_fit(capability, rows, is_wide):
     of = BY_CAPABILITY[capability]
     tile = tile_of_gemm(rows, of, is_wide)
@@ -45,15 +46,11 @@ def test_less_shared_memory_makes_fewer_stages():
     assert [(tile["BLOCK_N"], tile["num_stages"]) for tile in found] == [(256, 4), (128, 4), (128, 3), (128, 2)]
 
 
-def test_a_device_without_an_entry_is_asked(monkeypatch):
-    found = types.SimpleNamespace(shared_memory_per_block_optin=123456)
-    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (13, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert limits.of_device(CUDA) == Limits(123456)
-
-
 def test_every_device_has_its_own(monkeypatch):
-    for capability, of in BY_CAPABILITY.items():
+    """One without an entry is asked."""
+    found = types.SimpleNamespace(shared_memory_per_block_optin=123456)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    for capability, of in {**BY_CAPABILITY, (13, 0): Limits(123456)}.items():
         monkeypatch.setattr(hardware, "cuda_capability", lambda device, capability=capability: capability)
         assert limits.of_device(CUDA) == of
     monkeypatch.undo()
@@ -61,7 +58,6 @@ def test_every_device_has_its_own(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_limits_are_those_that_the_device_tells():
     properties = torch.cuda.get_device_properties(0)
     assert limits.of_device(CUDA).shared_memory == properties.shared_memory_per_block_optin
@@ -69,7 +65,7 @@ def test_limits_are_those_that_the_device_tells():
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", BY_CAPABILITY)
+@each("capability", BY_CAPABILITY)
 def test_every_gemm_is_launched_with_a_tile_that_fits(capability):
     """With 256 columns of experts and fast accumulation, a GPU of capability 12.0 was given Hopper's: 147,456 bytes."""
     of = BY_CAPABILITY[capability]
@@ -90,9 +86,8 @@ def some_casts() -> list[tuple[str, catalogue.Call]]:
 
 @needs_triton
 def test_the_catalogue_has_every_kernel():
-    launches = [
-        launch for _, call in (*some_casts(), *itertools.islice(catalogue.gemms(), 0, None, 20)) for launch in call.launches()
-    ]
+    calls = [*some_casts(), *itertools.islice(catalogue.gemms(), 0, None, 20)]
+    launches = [launch for _, call in calls for launch in call.launches()]
     launched = {f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}" for launch in launches}
     assert launched == set(catalogue.kernels())
 
@@ -197,9 +192,10 @@ RECORDED = sorted(RESULTS.glob("kernel_limits-triton-*.json"))
 
 
 @needs_triton
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@each("path", RECORDED)
 def test_recorded_rows_are_within_limits(path):
     """Rows of every GEMM on every kind of GPU, and of what else was compiled; none of a kernel that is gone."""
+    assert len(RECORDED) == 2, "of both Tritons"
     rows = json.loads(path.read_text())["rows"]
     names = {name.removeprefix("lowering.") for name in catalogue.kernels()}
     recorded = {row["what"] for row in rows}
@@ -207,7 +203,3 @@ def test_recorded_rows_are_within_limits(path):
     gemms = {name for name in names if name.endswith(GEMMS)}
     assert {f"{name} on sm_{arch}" for name in gemms for arch in ARCHS} <= recorded
     assert [row for row in rows if row["over"] or row["spilled bytes"] > MOST_SPILLED] == []
-
-
-def test_both_tritons_are_recorded():
-    assert len(RECORDED) == 2

@@ -4,11 +4,10 @@ sums of a matrix product that has not finished.
 The control that this finds anything: tests/lowering/ptx has kernels that ptxas 12.8 gets wrong, and newer ones get right.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import pathlib
-import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,6 +21,7 @@ from benchmarks.cross_codegen import capture, compile_config, load_kernel, repor
 from benchmarks.variants import Launch, compile_launch
 from fp8pass import fp8_compile
 from lowering import hardware
+from lowering.triton.assembler import Assembler, assemble, of_path
 from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from tests.support.models import LlamaBlock, Net, mlp
 from tests.support.moe import MoE
@@ -91,24 +91,21 @@ def test_hand_written_kernels():
 
 def post_norm(dim: int, hidden: int) -> Net:
     """A residual MLP with GELU, normalized behind the sum, and a linear of what is normalized."""
-    return Net(
-        lambda self, x: self.last(self.norm(x + self.mlp(x))),
-        mlp=mlp(dim, hidden, dim),
-        norm=nn.LayerNorm(dim),
-        last=nn.Linear(dim, dim),
-    )
+    parts = {"mlp": mlp(dim, hidden, dim), "norm": nn.LayerNorm(dim), "last": nn.Linear(dim, dim)}
+    return Net(lambda self, x: self.last(self.norm(x + self.mlp(x))), **parts)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "Llama block": (lambda: LlamaBlock(4096, 14336, 32), (2, 8192, 4096)),
-    "GELU MLP and post-norm": (lambda: post_norm(1024, 4096), (4096, 1024)),
-    "experts": (lambda: MoE(512, 768, 8, 2), (2048, 512)),
+#: The block with every recipe, the others by turns: rowwise_with_gw_hp leaves casts of rowwise out.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
+    "Llama block": (lambda: LlamaBlock(4096, 14336, 32), (2, 8192, 4096), RECIPES),
+    "GELU MLP and post-norm": (lambda: post_norm(1024, 4096), (4096, 1024), ("delayed", "rowwise", "blockwise")),
+    "experts": (lambda: MoE(512, 768, 8, 2), (2048, 512), ("current", "rowwise", "mxfp8")),
 }
 
 
 def fused_casts(model: str, recipe: str, folder: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     """Every configuration of the kernels that Inductor generates for a training step and that have FP8 in them."""
-    make, shape = MODELS[model]
+    make, shape, _ = MODELS[model]
     torch._dynamo.reset()
     with torch.device("meta"):
         empty = make().bfloat16()
@@ -133,17 +130,9 @@ def cubins_of(source: str, folder: pathlib.Path) -> list[bytes]:
 _cubins: dict[str, list[bytes]] = {}
 
 
-#: The block with every recipe, the others by turns: rowwise_with_gw_hp leaves casts of rowwise out.
-FUSED = {
-    "Llama block": RECIPES,
-    "GELU MLP and post-norm": ("delayed", "rowwise", "blockwise"),
-    "experts": ("current", "rowwise", "mxfp8"),
-}
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_fused_casts(model, tmp_path):
-    require_right(cubin for recipe in FUSED[model] for cubin in fused_casts(model, recipe, tmp_path))
+    require_right(cubin for recipe in MODELS[model][2] for cubin in fused_casts(model, recipe, tmp_path))
 
 
 # -- the control
@@ -161,32 +150,25 @@ WRONG = {
 }
 
 
-def bundled(name: str) -> pathlib.Path:
+def bundled(name: str) -> Assembler:
     """An assembler that Triton ships, whichever the environment prefers."""
     import triton
 
-    return pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return of_path(str(pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name))
 
 
-def others() -> Iterator[pathlib.Path]:
-    """Assemblers that the extra `assemblers` installs, and that torch's CUDA wheels have."""
+def others() -> Iterator[Assembler]:
+    """Assemblers that Triton ships for Blackwell, that the extra `assemblers` installs, and that torch's CUDA wheels have."""
+    with contextlib.suppress(ValueError):
+        yield bundled("ptxas-blackwell")
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
-        yield from pathlib.Path(folder).glob("cu*/bin/ptxas")
-    yield from pathlib.Path(torch.__file__).parent.glob("bin/ptxas")
+        yield from (of_path(str(path)) for path in pathlib.Path(folder).glob("cu*/bin/ptxas"))
+    yield from (of_path(str(path)) for path in pathlib.Path(torch.__file__).parent.glob("bin/ptxas"))
 
 
-def version_of(ptxas: pathlib.Path) -> tuple[int, int]:
-    said = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=True).stdout
-    major, minor = re.search(r"release (\d+)\.(\d+)", said).groups()
-    return int(major), int(minor)
-
-
-def assembled(name: str, ptxas: pathlib.Path, folder: pathlib.Path) -> bytes:
-    cubin = folder / f"{name}.cubin"
-    command = [str(ptxas), "--gpu-name=sm_90a", str(PTX / f"{name}.ptx"), "-o", str(cubin)]
-    subprocess.run(command, capture_output=True, text=True, check=True)
-    return cubin.read_bytes()
+def assembled(name: str, ptxas: Assembler) -> bytes:
+    return assemble((PTX / f"{name}.ptx").read_text(), ptxas, ["--gpu-name=sm_90a"])
 
 
 def test_every_kernel_of_the_control_has_an_expectation():
@@ -194,20 +176,17 @@ def test_every_kernel_of_the_control_has_an_expectation():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_the_old_assembler_gets_wrong_is_found(name, tmp_path):
+def test_what_the_old_assembler_gets_wrong_is_found(name):
     ptxas = bundled("ptxas")
-    assert version_of(ptxas) == (12, 8), "this Triton has another one, whose mistakes are not known"
-    assert Counter(finding.kind for finding in findings(assembled(name, ptxas, tmp_path))) == WRONG[name]
+    assert ptxas.version == (12, 8), "this Triton has another one, whose mistakes are not known"
+    assert Counter(finding.kind for finding in findings(assembled(name, ptxas))) == WRONG[name]
 
 
-def test_newer_assemblers_get_all_of_it_right(tmp_path):
-    found = [path for path in (bundled("ptxas-blackwell"), *others()) if path.exists()]
-    newer = {".".join(map(str, version)): path for path in found if (version := version_of(path)) >= (13, 0)}
+def test_newer_assemblers_get_all_of_it_right():
+    newer = {ptxas.version: ptxas for ptxas in others() if ptxas.is_right}
     if not newer:
         pytest.skip("no ptxas of CUDA 13: Triton 3.7 has one, and so has `pip install fp8pass[assemblers]`")
-    require_right(
-        (f"{name} by {version}", assembled(name, ptxas, tmp_path)) for version, ptxas in newer.items() for name in WRONG
-    )
+    require_right((f"{name} by {ptxas}", assembled(name, ptxas)) for ptxas in newer.values() for name in WRONG)
 
 
 def test_what_is_no_cubin_is_refused():

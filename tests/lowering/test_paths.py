@@ -16,17 +16,13 @@ from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import Platform
 from lowering.paths import GemmPath, path_of
 from lowering.products import Product
-from tests.lowering.test_rowwise import operands, provided
+from tests.lowering.test_gemm import operands, provided
 from tests.support.cases import each
 
 G = Granularity
 BF16, FP32 = torch.bfloat16, torch.float32
-PLATFORMS = [
-    Platform(capability, cuda, version)
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0))
-    for cuda in ((12, 6), (12, 8), (13, 0))
-    for version in ((2, 11), (2, 13))
-]
+CAPABILITIES = (8, 9), (9, 0), (10, 0), (12, 0)
+PLATFORMS = [Platform(*each) for each in itertools.product(CAPABILITIES, ((12, 6), (12, 8), (13, 0)), ((2, 11), (2, 13)))]
 DTYPES = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 DEVICES = {(8, 9): (L40S, RTX_4090), (9, 0): (H100, H200), (10, 0): (B200,), (12, 0): (RTX_5090,)}
 REFUSAL = hardware.refusal
@@ -57,9 +53,8 @@ def on(monkeypatch):
 @each("out_dtype", [BF16, FP32])
 @each("fast_accum", [False, True])
 def test_rows(platform, dtypes, out_dtype, fast_accum):
-    arguments = operands(16, 32, 16, dtypes)
-    platform_of = platform.capability, platform.cuda, platform.torch
-    _, [(scale_a, _)] = provided(arguments, *platform_of, out_dtype=out_dtype, fast_accum=fast_accum)
+    arguments = operands(16, 32, 16, dtypes, by_lines=True)
+    _, [(scale_a, _)] = provided(arguments, platform, out_dtype=out_dtype, fast_accum=fast_accum)
     gemm = hardware.Gemm(*dtypes, G.ROW_WISE, G.ROW_WISE, out_dtype)
     assert path_of(gemm, platform, fast_accum=fast_accum) is (GemmPath.ROWS if scale_a.dim() else GemmPath.ROWS_AFTERWARDS)
 

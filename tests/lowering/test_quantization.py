@@ -1,61 +1,97 @@
-"""Common properties of quantization with scales of rows and of blocks: an oracle, shapes, zeros, infinity, bounds of scales."""
+"""Quantization with scales of rows and of blocks: oracles, golden data and torchao, layouts, edges, bounds."""
 
+import functools
+import itertools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import lowering
-from lowering.formats import E4M3, E5M2, FLOAT32_MAX
-from lowering.mxfp8.reference import unswizzled
-from tests.lowering.test_blockwise import same_bits, wide_range
+from lowering.blockwise import reference as blockwise
+from lowering.copies import CastOptions
+from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX, Granularity
+from lowering.mxfp8 import reference as mxfp8
+from lowering.rowwise import reference as rowwise
+from lowering.scaling import e8m0_from_amax
 from tests.support.cases import each
 from tests.support.copies import one_copy
-from tests.support.fp8 import VALUES, codes_of
+from tests.support.fp8 import VALUES, codes_of, rows_of_range, same_bits, wide_range
 
 ops = torch.ops.lowering
+GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
+FP8 = [E4M3, E5M2]
 
 #: Kind of scales -> rows and columns that share one; None is all of them.
 KINDS: dict[str, tuple[int, int | None]] = {"rows": (1, None), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+SQUARES = {**KINDS, "32x32": (32, 32)}
 
 
 def quantized(kind: str, x: torch.Tensor, dtype: torch.dtype = E4M3, **options) -> tuple[torch.Tensor, torch.Tensor]:
     if kind == "rows":
         return lowering.quantize_rowwise(x, dtype, **options)
-    if kind == "1x32":
-        return lowering.quantize_mxfp8(x, dtype, **options)
+    if kind in ("1x32", "32x32"):
+        return lowering.quantize_mxfp8(x, dtype, square=kind == "32x32")
     return lowering.quantize_blockwise(x, dtype, KINDS[kind], **options)
 
 
-def oracle(x: torch.Tensor, dtype: torch.dtype, height: int, width: int, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scale_inv of a finite matrix, one block at a time."""
-    values = x.numpy()
+def cast(kind: str, xs: list[torch.Tensor], dtype: torch.dtype, **options) -> list[torch.Tensor]:
+    """Copies as GEMMs take them, each with its scales."""
+    how = {"square": kind == "32x32"} if "32" in kind else {"power_of_2": False}
+    name = {"rows": "row_wise", "32x32": "block_1x32"}.get(kind, f"block_{kind}")
+    return ops.cast_with_scales(xs, dtype, granularity=name, **how, **options)
+
+
+# -- values and scales
+
+
+def oracle(x: torch.Tensor, dtype: torch.dtype, kind: str, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scale_inv of a finite matrix, one block at a time; of blocks of 32 the exponents, biased by 127."""
+    values, (height, width) = x.numpy(), SQUARES[kind]
+    width, most = width or x.shape[1], np.float32(VALUES[dtype][-1])
     q = np.zeros(values.shape, np.uint8)
-    scale_inv = np.zeros([-(-size // block) for size, block in zip(values.shape, (height, width), strict=True)], np.float32)
-    for i, j in np.ndindex(scale_inv.shape):
+    shape = [-(-size // block) for size, block in zip(values.shape, (height, width), strict=True)]
+    scales = np.zeros(shape, np.uint8 if "32" in kind else np.float32)
+    for i, j in np.ndindex(scales.shape):
         where = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
         amax = np.abs(values[where]).max()
-        scale = np.float32(VALUES[dtype][-1]) / amax if amax else np.float32(1)
-        if power_of_2:
-            scale = np.float32(2.0 ** (np.frexp(scale)[1] - 1))
+        if "32" in kind:
+            mantissa, exponent = np.frexp(amax / most)
+            scales[i, j] = 127 + exponent - (mantissa == 0.5) if amax else 0
+            scale = np.float32(2.0 ** (127 - float(scales[i, j]))) if amax else np.float32(1)
+        else:
+            scale = most / amax if amax else np.float32(1)
+            scale = np.float32(2.0 ** (np.frexp(scale)[1] - 1)) if power_of_2 else scale
+            scales[i, j] = np.float32(1) / scale
         q[where] = codes_of((values[where] * scale).astype(np.float64), dtype)
-        scale_inv[i, j] = np.float32(1) / scale
-    return q, scale_inv
+    return q, scales
 
 
-@each("shape", [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5), (5, 1)])
-@each("kind", ["rows", "1x128", "128x128"])
+@each("shape", [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5), (5, 1), (1, 1)])
+@each("kind", SQUARES)
 @each("power_of_2", [True, False])
-@each("dtype", [E4M3, E5M2])
+@each("dtype", FP8)
 def test_against_an_independent_oracle(shape, kind, power_of_2, dtype):
-    x, (height, width) = wide_range(*shape), KINDS[kind]
+    x = wide_range(*shape)
     x[shape[0] // 2] = 0 if shape[0] > 1 else 1
     for oriented in (x, x.t()):
-        q, scale_inv = quantized(kind, oriented, dtype, power_of_2=power_of_2)
-        q_expected, expected = oracle(oriented, dtype, height, width or oriented.shape[1], power_of_2)
+        q, scales = quantized(kind, oriented, dtype, **({} if "32" in kind else {"power_of_2": power_of_2}))
+        q_expected, expected = oracle(oriented, dtype, kind, power_of_2)
         assert np.array_equal(q.view(torch.uint8).numpy(), q_expected)
-        assert same_bits(scale_inv, torch.from_numpy(expected))
+        assert same_bits(scales, torch.from_numpy(expected))
+
+
+@each("case", json.loads(bytes(GOLDEN["index"])))
+def test_golden(case):
+    key, dtype = case["key"], {"e4m3": E4M3, "e5m2": E5M2}[case["format"]]
+    x = torch.from_numpy(GOLDEN[f"{key}_x"]).to({"bf16": torch.bfloat16, "fp32": torch.float32}[case["input_dtype"]])
+    for oriented, q_name, scale_name in ((x, "q", "scale_inv"), (x.t(), "qt", "scale_inv_t")):
+        q, scale_inv = lowering.quantize_blockwise(oriented, dtype, tuple(case["block"]), power_of_2=case["pow2"])
+        assert np.array_equal(q.view(torch.uint8).numpy(), GOLDEN[f"{key}_{q_name}"])
+        assert same_bits(scale_inv, torch.from_numpy(GOLDEN[f"{key}_{scale_name}"]))
 
 
 @each("kind", KINDS)
@@ -72,68 +108,16 @@ def test_any_shape_is_flattened_to_rows(kind, shape):
         assert same_bits(got.reshape(want.shape), want)
 
 
-def cast(kind: str, xs: list[torch.Tensor], dtype: torch.dtype, **options) -> list[torch.Tensor]:
-    """Copies as GEMMs take them, each with its scales."""
-    if kind == "rows":
-        return ops.cast_with_scales(xs, dtype, power_of_2=False, **options, granularity="row_wise")
-    if kind in ("1x32", "32x32"):
-        return ops.cast_with_scales(xs, dtype, square=kind == "32x32", **options, granularity="block_1x32")
-    return ops.cast_with_scales(xs, dtype, granularity=f"block_{kind}", power_of_2=False, **options)
-
-
-def same_scales(kind: str, found: torch.Tensor, compact: torch.Tensor, outer: int, inner: int) -> bool:
-    """True for the compact scales in the layout of GEMMs: NOTE [scale layouts] in each reference, written out again."""
-    if kind in ("1x32", "32x32"):
-        lines = torch.arange(compact.shape[0]) if kind == "1x32" else torch.arange(outer) // 32
-        return torch.equal(unswizzled(found, outer, inner), compact[lines])
-    if kind == "rows":
-        return same_bits(found, torch.cat([compact, torch.ones(found.shape[0] - len(compact), 1)]))
-    stored = compact.t() if kind == "1x128" else compact
-    width = found.shape[1] if kind == "1x128" else stored.shape[1]
-    return same_bits(found, torch.nn.functional.pad(stored, (0, -(-width // 4) * 4 - stored.shape[1])))
-
-
-@each("shape", [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (1, 1), (0, 5), (4, 0)])
-@each("kind", ["rows", "1x128", "128x128", "1x32", "32x32"])
-@each("pad", [False, True])
-def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
-    """Both copies, one, those of several matrices, and the compact format made GEMM-ready: the same bits, padded with zeros."""
-    x, dtype = wide_range(*shape, dtype=(torch.float32, torch.bfloat16)[pad]), (E4M3, E5M2)[pad]
-    pads = {"pad_rows": pad, "pad_cols": pad}
-    both = cast(kind, [x], dtype, columnwise=True, **pads)
-    many = cast(kind, [x, wide_range(3, 7).to(x.dtype), x], dtype, columnwise=True, **pads)
-    for columnwise, oriented in ((False, x), (True, x.t())):
-        q, scales = both[2 * columnwise : 2 * columnwise + 2]
-        outer, inner = oriented.shape
-        how = {"square": True} if kind == "32x32" else {} if kind == "1x32" else {"power_of_2": False}
-        values, compact = quantized(kind.replace("32x32", "1x32"), oriented, dtype, **how)
-        step = 32 if "32" in kind else 16
-        assert q.shape == (outer + (-outer % 16 if pad else 0), inner + -inner % step)
-        assert same_bits(q[:outer, :inner], values)
-        assert not q.view(torch.uint8)[outer:].any()
-        assert not q.view(torch.uint8)[:, inner:].any()
-        assert scales.is_contiguous()
-        assert same_scales(kind, scales, compact, outer, inner)
-        side = one_copy(columnwise=columnwise, pad_outer=pad)
-        ways = [cast(kind, [x], dtype, **side), many[6 * columnwise :: 3][:2], many[6 * columnwise + 2 :: 3][:2]]
-        two = cast(kind, [x, x], dtype, **side)
-        ways += [two[::2], two[1::2]]
-        if kind != "rows":
-            packed = cast(kind, [x], dtype, compact=True, rowwise=not columnwise, columnwise=columnwise)
-            if "32" in kind:
-                ready = ops.gemm_ready(
-                    *packed, square=kind == "32x32", columnwise=columnwise, pad_outer=pad, granularity="block_1x32"
-                )
-            else:
-                ready = ops.gemm_ready(*packed, granularity=f"block_{kind}", columnwise=columnwise, pad_outer=pad)
-            ways.append(ready)
-        for way in ways:
-            assert same_bits(way[0], q)
-            assert torch.equal(way[1], scales)
+def test_a_large_weight_has_the_scales_of_its_blocks():
+    x = torch.randn(4096, 11008, dtype=torch.bfloat16)
+    q, scale_inv = lowering.quantize_blockwise(x, E4M3, (128, 128))
+    amax = torch.nn.functional.max_pool2d(x.abs().float()[None], 128)[0]
+    assert torch.equal(scale_inv, torch.exp2(torch.ceil(torch.log2(amax / 448))))
+    assert q.shape == x.shape
 
 
 @each("value", [0.0, float("inf"), float("-inf"), float("nan")])
-@each("dtype", [E4M3, E5M2])
+@each("dtype", FP8)
 @each("kind", ["rows", "1x128", "128x128"])
 def test_what_is_zero_or_not_finite_has_scale_one_and_stays_visible(value, dtype, kind):
     x = torch.ones(130, 260)
@@ -152,24 +136,187 @@ def test_what_is_zero_or_not_finite_has_scale_one_and_stays_visible(value, dtype
     assert q.float()[finite].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["rows", "1x128"])
-def test_epsilon_bounds_the_scale_and_applies_to_zeros(kind):
+def test_bounds_of_scales():
+    """epsilon is the least amax, also of zeros; an infinite scale becomes the largest number, of blocks the input dtype's."""
     x = torch.zeros(2, 128)
     x[0, 3] = 1e-3
-    _, scale_inv = quantized(kind, x, power_of_2=False, epsilon=0.5)
-    assert torch.equal(scale_inv, (torch.tensor(448.0) / 0.5).reciprocal().expand(2, 1))
+    for kind in ("rows", "1x128"):
+        _, scale_inv = quantized(kind, x, power_of_2=False, epsilon=0.5)
+        assert torch.equal(scale_inv, (torch.tensor(448.0) / 0.5).reciprocal().expand(2, 1))
+    for kind, dtype in (("rows", torch.float32), ("1x128", torch.float32), ("1x128", torch.bfloat16)):
+        for power_of_2, scale in ((False, torch.finfo(dtype).max), (True, 2.0**127)):
+            _, scale_inv = quantized(kind, torch.full((1, 128), 1e-38, dtype=dtype), power_of_2=power_of_2)
+            assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
+    assert torch.finfo(torch.float32).max == FLOAT32_MAX
 
 
-@each(
-    ("kind", "dtype", "largest"),
-    [
-        ("rows", torch.float32, FLOAT32_MAX),
-        ("1x128", torch.float32, FLOAT32_MAX),
-        ("1x128", torch.bfloat16, torch.finfo(torch.bfloat16).max),
-    ],
-)
-def test_an_infinite_scale_becomes_the_largest_number(kind, dtype, largest):
-    """The largest number is that of the input's dtype for blocks."""
-    for power_of_2, scale in ((False, largest), (True, 2.0**127)):
-        _, scale_inv = quantized(kind, torch.full((1, 128), 1e-38, dtype=dtype), power_of_2=power_of_2)
-        assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("power_of_2", [True, False])
+@each("epsilon", [0.0, 1e-12])
+def test_scales_and_values_of_rows_are_torchaos(dtype, power_of_2, epsilon):
+    """torchao counts amaxes below 1e-12 as that; we do with the same epsilon, and rows of zeros have scale 1 without."""
+    pytest.importorskip("torchao")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    x = wide_range(200, 96, dtype=dtype)
+    x[7] *= 1e-30
+    x[9] = 0
+    axis = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1, "round_scales_to_power_of_2": power_of_2}
+    scale = tensor_to_scale(x, E4M3, **axis)
+    q, scale_inv = lowering.quantize_rowwise(x, E4M3, power_of_2=power_of_2, epsilon=epsilon)
+    same = torch.ones(200, dtype=torch.bool)
+    same[[7, 9]] = bool(epsilon) and power_of_2  # epsilon is float64 there, its quotient may be the neighbouring float32
+    assert same_bits(scale_inv[same], scale.reciprocal()[same])
+    assert same_bits(q[same], to_fp8_saturated(x.float() * scale, E4M3)[same])
+
+
+# -- codes of MXFP8
+
+
+def edges(dtype: torch.dtype) -> torch.Tensor:
+    """Rows of one block each: every power of two, and the value a step below and above, as amax among small values; zeros,
+    subnormals, the largest number, inf, NaN, and both. [rows, 32]."""
+    finfo = torch.finfo(dtype)
+    powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)
+    at_limits = torch.cat([powers * factor for factor in (1.0, 1.75, 1.75 * (1 - 2**-8), 1.75 * (1 + 2**-7))])
+    lowest = [0.0, finfo.smallest_normal, finfo.smallest_normal / 2, finfo.max, 448 * 2.0**-127, 448 * 2.0**-126]
+    amaxes = torch.cat([at_limits, torch.tensor([*lowest, torch.inf, torch.nan, -torch.inf], dtype=torch.float64)]).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(amaxes.numel(), 32, generator=generator).double() * 2 - 1) * amaxes.double()[:, None].nan_to_num(1.0)
+    x = x.nan_to_num(1e30, 1e30, -1e30).to(dtype)
+    x[:, 7] = amaxes
+    x[::3, 9] = -0.0
+    both = torch.ones(1, 32, dtype=dtype)
+    both[0, :2] = torch.tensor([torch.inf, torch.nan])
+    return torch.cat([x, both])
+
+
+def codes_with_one_nan(q: torch.Tensor) -> torch.Tensor:
+    """The bits, with one NaN for all of them: the sign of a NaN is free."""
+    return q.view(torch.uint8).masked_fill(q.float().isnan(), 0x7F)
+
+
+@each("shape", [(1, 32), (3, 64), (128, 128), (160, 96), (129, 288), None])
+@each("dtype", FP8)
+@each("given", [torch.float32, torch.bfloat16])
+def test_both_orientations_and_all_edges_are_torchaos(shape, dtype, given):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = edges(given) if shape is None else rows_of_range(*shape, dtype=given, spread=8)
+    for oriented in (x, x.t()):
+        if oriented.shape[1] % 32 == 0:
+            q, codes = lowering.quantize_mxfp8(oriented, dtype)
+            scale, expected = mx.to_mx(oriented.contiguous(), dtype, 32, mx.ScaleCalculationMode.RCEIL)
+            assert torch.equal(codes, scale.view(torch.uint8))
+            assert torch.equal(codes_with_one_nan(q), codes_with_one_nan(expected))
+            columns, scale_t = cast("1x32", [oriented.t().contiguous()], dtype, rowwise=False, columnwise=True)
+            assert torch.equal(codes_with_one_nan(columns), codes_with_one_nan(expected))
+            assert torch.equal(mxfp8.unswizzled(scale_t, *oriented.shape), codes)
+    assert shape is not None or {0, 1, 254, 255} <= set(codes.flatten().tolist())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_codes_are_the_smallest_powers_of_two_that_hold_the_block(dtype):
+    """By exact integers' logarithms, for the float32 quotient that the definition names."""
+    amax = torch.cat([rows_of_range(2000, 1, seed=3, spread=8).abs().flatten(), torch.tensor([1e-45, 1e-40, 1e-38, 3e38])])
+    for value, code in zip(amax / FP8_MAX[dtype], e8m0_from_amax(amax, dtype).tolist(), strict=True):
+        numerator, denominator = value.item().as_integer_ratio()
+        assert numerator << 127 <= denominator << code, "code is large enough"
+        assert code == 0 or numerator << 127 > denominator << (code - 1), "and no smaller one is"
+    # A float32 logarithm, torchao's way off SM100, rounds some quotients just above a power of two down.
+    exponents = torch.arange(-117, 108)
+    amax = FP8_MAX[dtype] * torch.exp2(exponents.float())
+    for factor, more in ((1, 127), (1 + 2**-23, 128)):
+        assert torch.equal(e8m0_from_amax(amax * factor, dtype).int(), exponents + more)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (300, 16)])
+def test_swizzled_scales_are_torchaos(shape):
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    made = mxfp8.swizzled(codes)
+    assert made.shape == mxfp8.gemm_ready_scale_shape(shape[0], 32 * shape[1])
+    assert torch.equal(made.flatten(), utils.to_blocked(codes))
+    assert torch.equal(mxfp8.unswizzled(made, shape[0], 32 * shape[1]), codes)
+
+
+# -- copies
+
+
+def same_scales(kind: str, found: torch.Tensor, compact: torch.Tensor, outer: int, inner: int) -> bool:
+    """True for the compact scales in the layout of GEMMs: NOTE [scale layouts] in each reference, written out again."""
+    if "32" in kind:
+        lines = torch.arange(compact.shape[0]) if kind == "1x32" else torch.arange(outer) // 32
+        return torch.equal(mxfp8.unswizzled(found, outer, inner), compact[lines])
+    if kind == "rows":
+        return same_bits(found, torch.cat([compact, torch.ones(found.shape[0] - len(compact), 1)]))
+    stored = compact.t() if kind == "1x128" else compact
+    width = found.shape[1] if kind == "1x128" else stored.shape[1]
+    return same_bits(found, torch.nn.functional.pad(stored, (0, -(-width // 4) * 4 - stored.shape[1])))
+
+
+@each("shape", [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (1, 1), (0, 5), (4, 0)])
+@each("kind", SQUARES)
+@each("pad", [False, True])
+def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
+    """Both copies, one, those of several matrices, and the compact format made GEMM-ready: the same bits, padded with zeros."""
+    x, dtype = wide_range(*shape, dtype=(torch.float32, torch.bfloat16)[pad]), FP8[pad]
+    pads = {"pad_rows": pad, "pad_cols": pad}
+    both = cast(kind, [x], dtype, columnwise=True, **pads)
+    many = cast(kind, [x, wide_range(3, 7).to(x.dtype), x], dtype, columnwise=True, **pads)
+    for columnwise, oriented in ((False, x), (True, x.t())):
+        q, scales = both[2 * columnwise : 2 * columnwise + 2]
+        outer, inner = oriented.shape
+        values, compact = quantized(kind, oriented, dtype, **({} if "32" in kind else {"power_of_2": False}))
+        assert q.shape == (outer + (-outer % 16 if pad else 0), inner + -inner % (32 if "32" in kind else 16))
+        assert same_bits(q[:outer, :inner], values)
+        assert not q.view(torch.uint8)[outer:].any()
+        assert not q.view(torch.uint8)[:, inner:].any()
+        assert scales.is_contiguous()
+        assert same_scales(kind, scales, compact, outer, inner)
+        side = one_copy(columnwise=columnwise, pad_outer=pad)
+        ways = [cast(kind, [x], dtype, **side), many[6 * columnwise :: 3][:2], many[6 * columnwise + 2 :: 3][:2]]
+        two = cast(kind, [x, x], dtype, **side)
+        ways += [two[::2], two[1::2]]
+        if kind != "rows":
+            packed = cast(kind, [x], dtype, compact=True, rowwise=not columnwise, columnwise=columnwise)
+            how = {"square": kind == "32x32", "granularity": "block_1x32"} if "32" in kind else {"granularity": f"block_{kind}"}
+            ways.append(ops.gemm_ready(*packed, columnwise=columnwise, pad_outer=pad, **how))
+        for way in ways:
+            assert same_bits(way[0], q)
+            assert torch.equal(way[1], scales)
+
+
+def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
+    x, kind = wide_range(256, 150), Granularity.BLOCK_1X128
+    shards = [lowering.compact_blockwise(shard, E4M3, granularity=kind) for shard in x.chunk(2)]
+    gathered = [torch.cat(parts) for parts in zip(*shards, strict=True)]
+    for columnwise in (False, True):
+        actual = lowering.gemm_ready(*gathered[2 * columnwise :][:2], granularity=kind, columnwise=columnwise)
+        expected = lowering.cast_blockwise(x, E4M3, granularity=kind, columnwise=columnwise)
+        assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_padding_of_scales_is_written(monkeypatch):
+    def poisoned(*args, **kwargs):
+        raise AssertionError("uninitialised memory in the reference")
+
+    monkeypatch.setattr(blockwise.torch, "empty", poisoned)
+    lowering.cast_blockwise(torch.ones(5, 130), E4M3, granularity=Granularity.BLOCK_1X128, pad_outer=True)
+
+
+@each(("rows", "columns"), [(True, True), (True, False), (False, True)])
+@each("pads", [{}, {"pad_rows": True, "pad_cols": True}])
+def test_casts_by_amaxes_share_a_vector_of_scales(rows, columns, pads):
+    xs = [wide_range(*shape) for shape in [(33, 50), (0, 5), (16, 32), (1, 1)]]
+    wanted = {"rowwise": rows, "columnwise": columns}
+    *data, scales = ops.cast_lines_rowwise(xs, ops.amax_rowwise(xs, **wanted), E4M3, **wanted, **pads)
+    slices, length = rowwise.scale_slices([x.shape for x in xs], CastOptions(rows, columns, **pads))
+    assert scales.shape == (length,)
+    assert all(start % 4 == 0 for start, _ in slices)
+    orientations = [side for side, is_wanted in ((False, rows), (True, columns)) if is_wanted]
+    of_rows = functools.partial(ops.cast_with_scales, dtype=E4M3, granularity="row_wise")
+    for (place, side), (i, x) in itertools.product(enumerate(orientations), enumerate(xs)):
+        q, scale_inv = of_rows([x], **one_copy(columnwise=side, pad_outer=bool(pads)))
+        assert same_bits(data[place * len(xs) + i], q)
+        assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])

@@ -13,7 +13,7 @@ from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
 from lowering.state import update_scales_on_cpu
 from lowering.tensorwise import reference
 from tests.support.cases import each
-from tests.support.fp8 import codes_of
+from tests.support.fp8 import bits, codes_of, every_bfloat16
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -21,10 +21,6 @@ given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategi
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view({1: torch.uint8, 4: torch.int32}[x.element_size()])
 
 
 def oracle(x: np.ndarray, scale: float, dtype: torch.dtype) -> np.ndarray:
@@ -43,37 +39,27 @@ def assert_codes(actual: torch.Tensor, expected: np.ndarray) -> None:
     assert torch.equal(bits(actual).masked_fill(nan, 0), codes.masked_fill(nan, 0))
 
 
-def current_cases():
-    with np.load(GOLDEN / "current.npz") as data:
-        index = json.loads(bytes(data["index"]))
-        return [
-            (case, {name: data[f"{case['key']}_{name}"] for name in ("x", "amax", "scale", "scale_inv", "q")}) for case in index
-        ]
+CURRENT = np.load(GOLDEN / "current.npz")
 
 
-@each(("case", "data"), current_cases())
-def test_current_scaling_equals_golden_data(case, data):
-    x = torch.from_numpy(data["x"]).to(DTYPES[case["input_dtype"]])
-    dtype = FORMATS[case["format"]]
+@each("case", json.loads(bytes(CURRENT["index"])))
+def test_current_scaling_equals_golden_data(case):
+    key, dtype = case["key"], FORMATS[case["format"]]
+    x = torch.from_numpy(CURRENT[f"{key}_x"]).to(DTYPES[case["input_dtype"]])
     amax = reference.amax(x)
     scale = reference.scale_from_amax(amax, dtype, epsilon=case["amax_epsilon"], power_of_2=case["pow2"])
     for name, value in (("amax", amax), ("scale", scale), ("scale_inv", scale.reciprocal())):
-        np.testing.assert_array_equal(value.numpy(), data[name], err_msg=name)
-    assert_codes(reference.quantize(x, scale, dtype), data["q"])
-
-
-def delayed_cases():
-    return json.loads((GOLDEN / "delayed.json").read_text())
+        np.testing.assert_array_equal(value.numpy(), CURRENT[f"{key}_{name}"], err_msg=name)
+    assert_codes(reference.quantize(x, scale, dtype), CURRENT[f"{key}_q"])
 
 
 UPDATES = each("update_scales", [state_reference.update_scales, update_scales_on_cpu])
 
 
 @UPDATES
-@each("case", delayed_cases())
+@each("case", json.loads((GOLDEN / "delayed.json").read_text()))
 def test_delayed_scaling_equals_golden_data(case, update_scales):
-    history = torch.zeros(case["amax_history_len"], 1)
-    scale = torch.ones(1)
+    history, scale = torch.zeros(case["amax_history_len"], 1), torch.ones(1)
     limit = torch.tensor([FP8_MAX[FORMATS[case["format"]]]])
     for step in case["steps"]:
         history[0] = step["amax"]
@@ -85,7 +71,7 @@ def test_delayed_scaling_equals_golden_data(case, update_scales):
 @each("dtype", [E4M3, E5M2])
 @each("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
 def test_every_bfloat16_value_is_cast_as_the_oracle_says(dtype, scale):
-    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = every_bfloat16()
     assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.float().numpy(), scale, dtype))
 
 
@@ -100,26 +86,24 @@ def test_any_float32_value_is_cast_as_the_oracle_says(values, scale, dtype):
     assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.numpy(), scale, dtype))
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([], 0.0), ([0.0, -0.0], 0.0), ([1.0, -3.0], 3.0), ([-math.inf, 1.0], math.inf), ([math.inf, math.nan], math.nan)],
-)
-@pytest.mark.parametrize("dtype", DTYPES.values())
+INF, NAN = math.inf, math.nan
+
+
+@each(("values", "expected"), [([], 0.0), ([0.0, -0.0], 0.0), ([1.0, -3.0], 3.0), ([-INF, 1.0], INF), ([INF, NAN], NAN)])
+@each("dtype", DTYPES.values())
 def test_amax(values, expected, dtype):
     result = reference.amax(torch.tensor(values, dtype=dtype))
-    assert result.dtype == torch.float32
-    assert result.shape == ()
     torch.testing.assert_close(result, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("amax", "options", "expected"),
     [
         (0.0, {}, 1.0),
-        (math.inf, {}, 1.0),
-        (math.nan, {}, 1.0),
+        (INF, {}, 1.0),
+        (NAN, {}, 1.0),
         (0.0, {"epsilon": 2.0}, 224.0),
-        (math.nan, {"epsilon": 2.0}, 1.0),
+        (NAN, {"epsilon": 2.0}, 1.0),
         (1e-44, {}, FLOAT32_MAX),
         (1e-44, {"power_of_2": True}, 2.0**127),
         (3.0, {"margin": 2}, float(np.float32(112) / np.float32(3))),
@@ -128,8 +112,7 @@ def test_amax(values, expected, dtype):
     ],
 )
 def test_scale_from_amax(amax, options, expected):
-    result = reference.scale_from_amax(torch.tensor(amax), E4M3, **options)
-    assert result.item() == expected
+    assert reference.scale_from_amax(torch.tensor(amax), E4M3, **options).item() == expected
 
 
 @each("shape", [(33, 50), (1, 130), (16, 32), (0, 5), (5, 0)])
@@ -140,8 +123,7 @@ def test_layouts_and_padding(shape, pad_rows, pad_cols):
     rowwise, columnwise, amax = reference.cast(
         [x], [scale], E4M3, pad_rows=pad_rows, pad_cols=pad_cols, columnwise=True, with_amax=True
     )
-    rows, cols = shape
-    rows16, cols16 = -(-rows // 16) * 16, -(-cols // 16) * 16
+    (rows, cols), (rows16, cols16) = shape, (-(-size // 16) * 16 for size in shape)
     assert rowwise.shape == (rows16 if pad_rows else rows, cols16)
     assert columnwise.shape == (cols16 if pad_cols else cols, rows16)
     assert rowwise.is_contiguous()
@@ -172,16 +154,14 @@ def python_boundary(history, scale, limit, algo, margin):
 @each("algo", ["max", "most_recent"])
 @each("all_valid", [True, False])
 def test_boundary_of_many_tensors(length, algo, all_valid, update_scales):
-    torch.manual_seed(length)
     count = 7
     storage = torch.rand(length, count + 2)
-    history = storage[:, :count]
+    history, beyond = storage[:, :count], storage[:, count:].clone()
     if not all_valid:
         history[0, :4] = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
     scale, limits = torch.rand(count) + 1, torch.tensor([448.0, 57344.0]).repeat(4)[:count]
     counts = torch.full((count,), 5, dtype=torch.int32)
     expected = [python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)]
-    beyond = storage[:, count:].clone()
     update_scales(history, scale, limits, num_non_finite=counts, algo=algo, margin=1)
     assert torch.equal(history, torch.tensor([column for column, _, _ in expected]).t())
     assert torch.equal(scale, torch.tensor([value for _, value, _ in expected]))
@@ -189,11 +169,10 @@ def test_boundary_of_many_tensors(length, algo, all_valid, update_scales):
     assert torch.equal(storage[:, count:], beyond)
 
 
-@pytest.mark.parametrize("length", [1, 2, 70])
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@each("length", [1, 2, 70])
+@each("algo", ["max", "most_recent"])
 def test_a_boundary_in_pieces_equals_the_whole(length, algo):
-    """A caller's own algorithm goes through `rolled_history` and `update_from_amax`; with the stock one nothing
-    changes."""
+    """A caller's own algorithm goes through `rolled_history` and `update_from_amax`; with the stock one nothing changes."""
     history = torch.rand(length, 5)
     history[0] = torch.tensor([0.0, torch.inf, torch.nan, 0.5, 2.0])
     scale, limits, counts = torch.ones(5), torch.full((5,), 448.0), torch.zeros(5, dtype=torch.int32)

@@ -11,6 +11,7 @@ from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.triton import ahead, trial
 from lowering.triton.trial import MiscompiledKernel, filled, small_arguments, small_layout, tried
+from tests.support.cases import each
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
@@ -74,9 +75,9 @@ def test_a_wrong_byte_is_an_error_that_names_kernel_triton_and_ptxas():
 def test_nothing_is_tried_while_a_graph_is_captured_or_kernels_compile_ahead(monkeypatch):
     casts = Casts()
     call = tried(casts, cast)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    call(X, SCALE)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        call(X, SCALE)
     ahead.on_paper(call, (X, SCALE), {})
     assert casts.calls == [(768, 640)] * 2
     assert not trial._TRIED
@@ -90,11 +91,18 @@ def aligned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def variants_of(operation: str, *args, **options) -> list[str]:
+    function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
+    return [repr(variant_of(launch)) for launch in recorded(function, *args, **options)]
+
+
 SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), (4096, 640), (4096, 14336), (4095, 2047)]
+WIDE = aligned(4096, 4112)
+VIEWS = [aligned(4096, 4096).t(), WIDE[:, 1:4097], WIDE[:, :4096], WIDE[:, :4095]]
 
 
 @needs_triton
-@pytest.mark.parametrize(
+@each(
     ("operation", "given", "options"),
     [
         ("cast", ([torch.ones(())], E5M2), {"columnwise": True, "with_amax": True}),
@@ -105,18 +113,10 @@ SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), 
 )
 def test_a_small_tensor_takes_the_same_variants(operation, given, options):
     """Calls of every shape, of other strides, off an aligned address."""
-    function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
-    wide = aligned(4096, 4112)
-    views = [aligned(*shape) for shape in (*SHAPES, (1024, 1024))] + [
-        aligned(4096, 4096).t(),
-        wide[:, 1:4097],
-        wide[:, :4096],
-        wide[:, :4095],
-    ]
-    for x in [*views, aligned(512, 384, dtype=torch.float32)]:
-        found = [recorded(function, [m], *given, **options) for m in (x, filled(small_layout(x), torch.Generator()))]
-        variants = [[variant_of(launch) for launch in launches[:1]] for launches in found]
-        assert variants[0] == variants[1], (operation, tuple(x.shape), x.stride())
+    for x in [*(aligned(*shape) for shape in (*SHAPES, (1024, 1024))), *VIEWS, aligned(512, 384, dtype=torch.float32)]:
+        small = filled(small_layout(x), torch.Generator())
+        both = [variants_of(operation, [m], *given, **options)[:1] for m in (x, small)]
+        assert both[0] == both[1], (operation, tuple(x.shape), x.stride())
 
 
 def large_calls() -> dict[str, tuple[str, tuple, dict]]:
@@ -134,29 +134,21 @@ def large_calls() -> dict[str, tuple[str, tuple, dict]]:
         "ragged experts": ("cast_with_scales", ([experts[:77, :4095, :2047]], E4M3), layout | rows | {"pad_rows": True}),
         "batches beside a matrix": ("cast", ([experts, experts[0]], [torch.ones(128), torch.ones(())], E4M3), layout),
         "weights": ("cast", (weights, [torch.ones(())] * len(weights), E4M3), layout),
-        "weights of two dtypes": (
-            "cast_with_scales",
-            ([*weights, weights[0].float(), weights[1][1:, 1:]], E4M3),
-            layout | rows,
-        ),
+        "of two dtypes": ("cast_with_scales", ([*weights, weights[0].float(), weights[1][1:, 1:]], E4M3), layout | rows),
         "an activation": ("quantize", (torch.empty(16, 8192, 4096, dtype=torch.bfloat16), torch.ones(()), E4M3), {}),
         "a slice of one": ("quantize", (torch.empty(9, 8192, 4099)[..., 1:], torch.ones(()), E4M3), {}),
     }
 
 
 @needs_triton
-@pytest.mark.parametrize("name", large_calls())
+@each("name", large_calls())
 def test_a_trial_of_many_matrices_takes_two_of_each_kind(name):
     """Enough for all variants that are launched: at most 64 MiB, where experts alone took 8 GB."""
     operation, args, options = large_calls()[name]
-    function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
-    small = small_arguments(args, options)
-    tensors = [x for x in torch.utils._pytree.tree_leaves(small) if isinstance(x, torch.Tensor)]
+    few, how = small_arguments(args, options)
+    tensors = [x for x in torch.utils._pytree.tree_leaves((few, how)) if isinstance(x, torch.Tensor)]
     assert sum(x.untyped_storage().nbytes() for x in tensors) <= 64 << 20
-    of_all, of_few = (
-        {repr(variant_of(each)) for each in recorded(function, *given, **how)} for given, how in ((args, options), small)
-    )
-    assert of_all == of_few
+    assert set(variants_of(operation, *args, **options)) == set(variants_of(operation, *few, **how))
 
 
 @needs_triton
@@ -169,10 +161,6 @@ def test_every_cast_of_floats_is_tried():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
-    reason="no GPU with FP8 tensor cores",
-)
 @pytest.mark.parametrize("shape", [(512, 256), (511, 257), (512, 1)])
 def test_casts_on_a_gpu_pass_their_trials(shape):
     x, scale = torch.randn(shape, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")

@@ -34,19 +34,14 @@ SPREAD = 1.25
 TOKENS = 128
 
 
-def _config(name: str, **options: Any) -> Any:
-    import transformers
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": TOKENS, "head_dim": 128}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
-    return getattr(transformers, f"{name}Config")(**{**sizes, **heads, **options})
-
-
 def _model(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(_config(name, **options)).to(dtype)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": TOKENS, "head_dim": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **heads, **options})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
 
 
 def _merged() -> Any:
@@ -111,8 +106,7 @@ def compiled_model(case: Case, recipe: str) -> tuple[Any, Any, torch.Tensor]:
     """The model, compiled, after a forward, and a backward where scales of inputs come from training."""
     model = case.make()
     rules = {name: recipe if rule == "the recipe" else rule for name, rule in case.rules.items()}
-    compiled = run(model, recipe, rules=rules or None)
-    return model, compiled, _tokens()
+    return model, run(model, recipe, rules=rules or None), _tokens()
 
 
 def run(model: Any, recipe: str, **options: Any) -> Any:
@@ -173,10 +167,6 @@ def _load(exported: Exported, **options: Any) -> Any:
     return model
 
 
-def _plainly(exported: Exported) -> Any:
-    return _load(exported)
-
-
 def _dequantized(exported: Exported) -> Any:
     import transformers
 
@@ -204,20 +194,19 @@ def fp8_modules() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """A column of the table."""
+    """A column of the table: the format that it reads, and how."""
 
-    title: str
     fmt: str
     load: Callable[[Exported], Any]
     machine: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 LOADERS = {
-    "plain": Loader("compressed-tensors, plainly", "compressed-tensors", _plainly),
-    "dequantize": Loader("the same, `dequantize=True`", "compressed-tensors", _dequantized),
-    "fp8 plain": Loader("fp8, plainly on a CPU", "fp8", _plainly),
-    "fp8 dequantize": Loader("the same, `dequantize=True`", "fp8", _dequantized),
-    "fp8 modules": Loader("fp8, modules of a GPU", "fp8", _plainly, fp8_modules),
+    "plain": Loader("compressed-tensors", _load),
+    "dequantize": Loader("compressed-tensors", _dequantized),
+    "fp8 plain": Loader("fp8", _load),
+    "fp8 dequantize": Loader("fp8", _dequantized),
+    "fp8 modules": Loader("fp8", _load, fp8_modules),
 }
 
 
@@ -304,12 +293,10 @@ def row(name: str, found: dict[str, dict[str, str]]) -> str:
     """The line of a case. found: recipe -> `outcomes`."""
     cells = []
     for column in COLUMNS:
-        read = [recipe for recipe in RECIPES if found[recipe][column] == ""]
-        refused = [recipe for recipe in RECIPES if found[recipe][column] == "refused"]
-        offered = [recipe for recipe in RECIPES if recipe not in refused]
-        lost = [f"{recipe} ({NOT_READ.get((name, recipe, column), '?')})" for recipe in offered if recipe not in read]
+        offered = [recipe for recipe in RECIPES if found[recipe][column] != "refused"]
+        lost = [f"{r} ({NOT_READ.get((name, r, column), '?')})" for r in offered if found[r][column] != ""]
         text = "all" if len(offered) == len(RECIPES) else ", ".join(offered)
-        cells.append(("none: " if not read else f"{text} but " if lost else text) + ", ".join(lost))
+        cells.append(("none: " if len(lost) == len(offered) else f"{text} but " if lost else text) + ", ".join(lost))
     return f"| {CASES[name].title} | {' | '.join(cells)} |"
 
 

@@ -32,3 +32,35 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """The values of these codes, as float64."""
     magnitude = VALUES[dtype][np.minimum(codes_of(x, dtype) & 0x7F, len(VALUES[dtype]) - 1)]
     return np.where(np.isnan(x), np.nan, np.copysign(magnitude, x))
+
+
+# -- tensors
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of the elements, as integers."""
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True if shapes, dtypes and bits are equal."""
+    return actual.dtype == expected.dtype and torch.equal(bits(actual), bits(expected))
+
+
+def every_bfloat16() -> torch.Tensor:
+    """NaN, both infinities, both zeros and subnormals among them."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+
+
+def wide_range(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Numbers of many binades."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+    return values.to(dtype)
+
+
+def rows_of_range(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    """Rows of very different magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = torch.exp(spread * torch.randn(*shape[:-1], 1, generator=generator))
+    return (torch.randn(shape, generator=generator) * magnitudes).to(dtype)

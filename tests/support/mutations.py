@@ -34,10 +34,10 @@ from fp8pass.rewrite.runner import PASSES, Work
 from fp8pass.schemes.emitter import FIRST_STEP
 from lowering.formats import Granularity
 from tests.emulation.cases import Ragged
-from tests.support.joint import Joint, trace, two_ranks
-from tests.support.models import LlamaBlock, mlp
+from tests.support.joint import trace, two_ranks
+from tests.support.models import LlamaBlock, Net, mlp
 from tests.support.moe import MoE
-from tests.support.rewritten_models import Batched, SortedExperts, Tied, wide
+from tests.support.rewritten_models import Batched, Gathering, SortedExperts, Tied, wide
 
 UNSEEN = pathlib.Path(__file__).parent.parent / "fp8pass" / "unseen_mutations.json"
 RECIPES = ("delayed", "first step", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8 squares")
@@ -65,19 +65,6 @@ class Model:
     """True if copies of weights are inputs of the graph where they can be."""
 
 
-class Gathering(nn.Module):
-    """A linear that reads the rows of both ranks."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
-        return self.linear(all_gather_tensor_autograd(x, 0, torch.distributed.group.WORLD))
-
-
 class GatheredTwice(nn.Module):
     """A linear whose Parameters are shards, which forward gathers, and backward again."""
 
@@ -95,26 +82,10 @@ class GatheredTwice(nn.Module):
         return all_gather_tensor_autograd(shard, 0, torch.distributed.group.WORLD)
 
 
-class Projections(nn.Module):
+def projections(inputs: int, outputs: int) -> Net:
     """q, k and v of one input, whose weights engines fuse."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(inputs, outputs) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x)
-
-
-class Block(nn.Module):
-    """A weight that FSDP2 gathers in one piece."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
+    parts = {name: nn.Linear(inputs, outputs) for name in ("q_proj", "k_proj", "v_proj")}
+    return Net(lambda self, x: torch.tanh(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x), **parts)
 
 
 class Checkpointed(Ragged):
@@ -122,10 +93,6 @@ class Checkpointed(Ragged):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def _frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)
 
 
 def _sharded(block: nn.Module) -> nn.Module:
@@ -149,8 +116,8 @@ MODELS = {
     "tied": Model(Tied, (48, 32)),
     "experts": Model(lambda: SortedExperts(40, 24), (61, 40), _BF16),
     "moe": Model(lambda: MoE(32, 48, 3), (20, 32), _BF16),
-    "gather": Model(lambda: Gathering(256, 48), (128, 256), num_ranks=2),
-    "ragged gather": Model(lambda: Gathering(40, 20), (16, 40), num_ranks=2),
+    "gather": Model(lambda: Gathering(nn.Linear(256, 48)), (128, 256), num_ranks=2),
+    "ragged gather": Model(lambda: Gathering(nn.Linear(40, 20)), (16, 40), num_ranks=2),
     "batched": Model(Batched, (3, 16, 32)),
     "wide": Model(wide, (16, 48), trains=False),
     "inference": Model(mlp, (33, 64), trains=False),
@@ -160,10 +127,12 @@ MODELS = {
     "parameters": Model(lambda: GatheredTwice(384, 256), (16, 384), _BF16, num_ranks=2),
     "cached": Model(Ragged, (33, 50), options={"weight_copies": "cache"}, keeps=True),
     "cached experts": Model(lambda: MoE(32, 48, 3), (20, 32), _BF16, options={"weight_copies": "cache"}, keeps=True),
-    "released": Model(lambda: _frozen(Ragged()), (33, 50), options={"release_frozen": True}, keeps=True),
-    "released batch": Model(lambda: _frozen(Batched()), (3, 16, 32), options={"release_frozen": True}, keeps=True),
-    "sharded": Model(lambda: _sharded(Block(256)), (48, 256), options={"fsdp_gather": "fp8"}, num_ranks=2, keeps=True),
-    "fused": Model(lambda: Projections(48, 40), (33, 48), engine="vllm"),
+    "released": Model(lambda: Ragged().requires_grad_(False), (33, 50), options={"release_frozen": True}, keeps=True),
+    "released batch": Model(lambda: Batched().requires_grad_(False), (3, 16, 32), options={"release_frozen": True}, keeps=True),
+    "sharded": Model(
+        lambda: _sharded(mlp(256, 256, 256, bias=False)), (48, 256), options={"fsdp_gather": "fp8"}, num_ranks=2, keeps=True
+    ),
+    "fused": Model(lambda: projections(48, 40), (33, 48), engine="vllm"),
     "checkpointed": Model(Checkpointed, (33, 50)),
 }
 
@@ -181,9 +150,8 @@ def pairs() -> list[tuple[str, str]]:
 
 def _recipe(model: str, recipe: str) -> Any:
     """The recipe with the model's changes; None where it has no such options."""
-    if recipe == "mxfp8 squares":
-        made: Any = MXFP8BlockScaling(enable_2d_quantization=True)
-    else:
+    made: Any = MXFP8BlockScaling(enable_2d_quantization=True)
+    if recipe != "mxfp8 squares":
         made = as_recipe("delayed" if recipe == "first step" else recipe)
     changes, engine = MODELS[model].changes, MODELS[model].engine
     if engine is not None:
@@ -204,13 +172,10 @@ def rewritten(model: str, recipe: str) -> Iterator[Work]:
             case.build().to(case.dtype), x, recipe=_recipe(model, recipe), trains=case.trains, keeps=case.keeps, **case.options
         )
         if recipe == "first step":
-            joint = _first_step(joint)
+            options = dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP}))
+            joint = dataclasses.replace(joint, options=options)
         names = [name for name, _ in PASSES]
         yield joint.run(names[names.index("verify") - 1])
-
-
-def _first_step(joint: Joint) -> Joint:
-    return dataclasses.replace(joint, options=dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP})))
 
 
 def verify(work: Work) -> None:
@@ -307,10 +272,8 @@ def _others(value: Any, node: fx.Node, pool: dict[Any, list[fx.Node]], order: di
 
 def _other_node(value: fx.Node, node: fx.Node, pool: dict[Any, list[fx.Node]], order: dict[fx.Node, int]) -> fx.Node | None:
     """The nearest earlier node of the same shape and dtype."""
-    form = _form(value)
-    if form is None:
-        return None
-    return next((n for n in reversed(pool[form]) if order[n] < order[node] and n is not value), None)
+    alike = pool[form] if (form := _form(value)) is not None else []
+    return next((n for n in reversed(alike) if order[n] < order[node] and n is not value), None)
 
 
 def _other_lists(value: list[Any], node: fx.Node, pool: dict[Any, list[fx.Node]], order: dict[fx.Node, int]) -> Iterator[Any]:
@@ -413,24 +376,16 @@ class _AlikeRanks(fx.Interpreter):
 
 def _random(value: Any, size: float) -> Any:
     """Sizes differ, so that no amax equals another by chance."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_floating_point():
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
         return torch.rand(tuple(value.shape)).add(0.5).mul(size).to(value.dtype)
-    return torch.arange(value.numel()).view(tuple(value.shape)).to(value.dtype)
+    is_tensor = isinstance(value, torch.Tensor)
+    return torch.arange(value.numel()).view(tuple(value.shape)).to(value.dtype) if is_tensor else value
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return a == b
-    same = (x.equal(y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
-    return all(same)
-
-
-def listed(scores: dict[str, Score]) -> dict[str, list[str]]:
-    """Operation and argument -> the recipes in whose graphs a change of it passes unseen, if only one of several."""
-    keys = sorted({key for found in scores.values() for key in found.unseen})
-    return {key: [recipe for recipe, found in scores.items() if key in found.unseen] for key in keys}
+    return all(x.equal(y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,12 +403,6 @@ def read_unseen() -> dict[str, Unseen]:
     return {key: Unseen(**entry) for key, entry in json.loads(UNSEEN.read_text()).items()}
 
 
-def _as_json(unseen: dict[str, list[str]], known: dict[str, Unseen]) -> str:
-    """The list as text, with the reasons that are known."""
-    found = {key: {"recipes": recipes, "reason": known[key].reason if key in known else ""} for key, recipes in unseen.items()}
-    return json.dumps(found, indent=2) + "\n"
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -467,15 +416,19 @@ def main() -> int:
     scores = score(every if given.all else pairs(), None if given.all else PER_KEY, given.effects)
     for recipe, found in scores.items():
         unseen = found.unseen.total()
-        harmless = f", {found.harmless.total()} of them change nothing" if given.effects else ""
-        print(f"{recipe}: {found.seen + unseen} changes, {unseen} unseen{harmless}")
+        print(f"{recipe}: {found.seen + unseen} changes, {unseen} unseen, {found.harmless.total()} known to change nothing")
         for key, count in sorted(found.unseen.items()):
-            harmless = f" ({found.harmless[key]} harmless)" if given.effects else ""
-            print(f"    {count:3} {key}{harmless}   {found.examples[key]}")
+            print(f"    {count:3} {key} ({found.harmless[key]} harmless)   {found.examples[key]}")
     seen, unseen = sum(s.seen for s in scores.values()), sum(s.unseen.total() for s in scores.values())
     print(f"{seen} of {seen + unseen} changes are seen, {seen / (seen + unseen):.1%}")
     if given.write:
-        UNSEEN.write_text(_as_json(listed(scores), read_unseen()))
+        known = read_unseen()
+        keys = sorted({key for found in scores.values() for key in found.unseen})
+        entries = {
+            key: Unseen([r for r, found in scores.items() if key in found.unseen], known[key].reason if key in known else "")
+            for key in keys
+        }
+        UNSEEN.write_text(json.dumps({key: vars(entry) for key, entry in entries.items()}, indent=2) + "\n")
     return 0
 
 

@@ -104,24 +104,22 @@ def _dumped(run: Run, recipe: str, trains: bool) -> str | None:
         report = inspect(compiled)
     except Exception as error:
         return f"raised {type(error).__name__}: {error}\n"
-    text = []
     # Delayed scaling's first step runs another graph, which no report shows.
     shown = [list(lines(graph.after.graph, {})) for graph in report.graphs]
-    for i, other in enumerate(graph for graph in rewritten if graph not in shown):
-        text += [f"== other {i}", *other]
+    sections = [(f"other {i}", graph) for i, graph in enumerate(graph for graph in rewritten if graph not in shown)]
     for graph in report.graphs:
         for kind in ("after", "forward", "backward"):
             module = getattr(graph, kind)
             saved = {} if kind != "backward" else {n.name: i for i, n in enumerate(graph.forward.graph.nodes)}
-            text += [f"== {graph.name} {kind}", *(() if module is None else lines(module.graph, saved))]
-        text += [
+            sections.append((f"{graph.name} {kind}", [] if module is None else list(lines(module.graph, saved))))
+        sections[-1][1].extend(
             f"gemm {g.module} {g.role} {g.m} {g.n} {g.k} {g.recipe} {g.a_format} {g.b_format} {g.reason}" for g in graph.gemms
-        ]
-        text += [
+        )
+        sections[-1][1].extend(
             f"gather {g.module} {g.is_backward} {g.bytes_before} -> {g.bytes_after} {str(g.reason).partition(':')[0]}"
             for g in graph.gathers
-        ]
-    return "\n".join(text) + "\n"
+        )
+    return "".join(f"== {title}\n" + "".join(f"{line}\n" for line in text) for title, text in sections)
 
 
 # -- comparison
@@ -166,33 +164,32 @@ def _sorted_keywords(line: str) -> str:
     return _KEYWORD.sub(lambda _: next(words), line)
 
 
+def _outcome(before: list[str], after: list[str]) -> tuple[str, list[str]]:
+    """How two dumps of one case differ, and the first nodes that are gone and new."""
+    if before == after:
+        return "equal", []
+    (old_nodes, old_lines), (new_nodes, new_lines) = _contents(before), _contents(after)
+    if old_nodes == new_nodes:
+        return "order", []
+    # The first in graph order; nodes that read them differ, too.
+    gone = [f"    - {old_lines[digest]}" for digest in itertools.islice(old_nodes - new_nodes, 3)]
+    return "different", gone + [f"    + {new_lines[digest]}" for digest in itertools.islice(new_nodes - old_nodes, 3)]
+
+
 def compare(old: pathlib.Path, new: pathlib.Path, renamed: list[tuple[str, str]]) -> int:
     """Print every file that differs; the number of those whose nodes differ."""
-    names = sorted({p.name for folder in (old, new) for p in folder.glob("*.txt")})
     result: Counter[str] = Counter()
-    for name in names:
+    for name in sorted({p.name for folder in (old, new) for p in folder.glob("*.txt")}):
         paths = [folder / name for folder in (old, new)]
-        if not all(p.exists() for p in paths):
-            result["missing"] += 1
-            print(f"missing   {name}")
-            continue
-        before, after = (p.read_text().splitlines() for p in paths)
-        for a, b in renamed:
-            before = [line.replace(a, b) for line in before]
-        before, after = ([_sorted_keywords(line) for line in lines] for lines in (before, after))
-        if before == after:
-            result["equal"] += 1
-            continue
-        (old_nodes, old_lines), (new_nodes, new_lines) = _contents(before), _contents(after)
-        if old_nodes == new_nodes:
-            result["order"] += 1
-            print(f"order     {name}")
-            continue
-        result["different"] += 1
-        print(f"different {name}")
-        for sign, gone, texts in (("-", old_nodes - new_nodes, old_lines), ("+", new_nodes - old_nodes, new_lines)):
-            for digest in itertools.islice(gone, 3):  # the first in graph order; nodes that read them differ, too
-                print(f"    {sign} {texts[digest]}")
+        outcome, shown = "missing", []
+        if all(p.exists() for p in paths):
+            before, after = (p.read_text() for p in paths)
+            for a, b in renamed:
+                before = before.replace(a, b)
+            outcome, shown = _outcome(*([_sorted_keywords(line) for line in text.splitlines()] for text in (before, after)))
+        result[outcome] += 1
+        if outcome != "equal":
+            print(f"{outcome:9} {name}", *shown, sep="\n")
     print(", ".join(f"{count} {kind}" for kind, count in result.items()))
     return result["different"] + result["missing"]
 
@@ -201,12 +198,11 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    dumping = commands.add_parser("dump")
+    dumping, comparing = commands.add_parser("dump"), commands.add_parser("compare")
     dumping.add_argument("folder", type=pathlib.Path)
     dumping.add_argument("pattern", nargs="?", default="*")
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("old", type=pathlib.Path)
-    comparing.add_argument("new", type=pathlib.Path)
+    for name in ("old", "new"):
+        comparing.add_argument(name, type=pathlib.Path)
     comparing.add_argument("--rename", action="append", default=[], metavar="OLD=>NEW")
     given = parser.parse_args()
     if given.command == "compare":

@@ -4,13 +4,13 @@ A case runs a model under one recipe and returns what `fp8_compile` returned, or
 public API is used, so that versions of the package can be compared.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import (
     DelayedScaling,
@@ -34,11 +34,14 @@ Run = Callable[[str, bool], Any]
 """(recipe, whether it trains) -> what `fp8_compile` returned, after its calls, or None."""
 
 
-def _call(compiled: Any, inputs: Any, trains: bool, select: Callable[[Any], torch.Tensor] = lambda out: out) -> Any:
-    with torch.set_grad_enabled(trains):
-        out = compiled(**inputs) if isinstance(inputs, dict) else compiled(*inputs)
-    if trains:
-        select(out).square().mean().backward()
+def _call(
+    compiled: Any, inputs: Any, trains: bool, select: Callable[[Any], torch.Tensor] = lambda out: out, calls: int = 1
+) -> Any:
+    for _ in range(calls):
+        with torch.set_grad_enabled(trains):
+            out = compiled(**inputs) if isinstance(inputs, dict) else compiled(*inputs)
+        if trains:
+            select(out).square().mean().backward()
     return compiled
 
 
@@ -58,12 +61,43 @@ def _zoo(name: str, **options: Any) -> Run:
     return run
 
 
-def _own(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
+def _own(
+    build: Callable[[], nn.Module],
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module, bool], None] | None = None,
+    watched: bool = False,
+    **options: Any,
+) -> Run:
+    """prepare: changes the model before it is compiled. A frozen or watched one is called twice: caches are written, then
+    read, and the second step is measured."""
+
     def run(recipe: Any, trains: bool) -> Any:
         model = build().to(dtype)
-        return _call(_compile(model, recipe, **options), (torch.randn(shape, dtype=dtype, requires_grad=trains),), trains)
+        if prepare is not None:
+            prepare(model, trains)
+        compiled = _compile(model, recipe, **options)
+        if watched:
+            monitor(compiled, every=1)
+        x = torch.randn(shape, dtype=dtype, requires_grad=trains)
+        return _call(compiled, (x,), trains, calls=2 if watched or prepare is _freeze else 1)
 
     return run
+
+
+def _freeze(model: nn.Module, trains: bool) -> None:
+    """The first matrix and all vectors."""
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(trains and i > 1 and p.dim() > 1)
+
+
+def _shard(model: nn.Module, trains: bool) -> None:
+    """Each layer by FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    assert isinstance(model, nn.Sequential)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def _under(run: Run, **changes: Any) -> Run:
@@ -89,8 +123,6 @@ def _only(recipe: Any, run: Run) -> Run:
 
 class _Checkpointed(LlamaBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
@@ -150,82 +182,44 @@ def _sequence_parallel(bias: bool, **options: Any) -> Run:
     return run
 
 
-def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, model: Any = None, dtype: torch.dtype = torch.float32) -> Run:
-    def run(recipe: str, trains: bool) -> Any:
-        import torch.distributed as dist
+class Gathering(nn.Module):
+    """A module that reads what both ranks have, along a dimension."""
+
+    def __init__(self, inner: nn.Module, dim: int = 0) -> None:
+        super().__init__()
+        self.inner, self.dim = inner, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-        class Gathering(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = nn.Linear(shape[-1], 48) if model is None else model()
+        return self.inner(all_gather_tensor_autograd(x, self.dim, torch.distributed.group.WORLD))
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.inner(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
 
+def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, model: Any = None, dtype: torch.dtype = torch.float32) -> Run:
+    def run(recipe: str, trains: bool) -> Any:
+        inner = nn.Linear(shape[-1], 48) if model is None else model()
         chosen = recipe_of_blockwise if recipe == "blockwise" and recipe_of_blockwise else recipe
-        compiled = _compile(Gathering().to(dtype), chosen)
+        compiled = _compile(Gathering(inner, dim).to(dtype), chosen)
         return _call(compiled, (torch.randn(shape).to(dtype).requires_grad_(trains),), trains)
-
-    return run
-
-
-def _frozen(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
-    """A model whose first matrix and all vectors are frozen, called twice: what is cached is written, then read."""
-
-    def run(recipe: Any, trains: bool) -> Any:
-        model = build().to(dtype)
-        for i, p in enumerate(model.parameters()):
-            p.requires_grad_(trains and i > 1 and p.dim() > 1)
-        compiled, x = _compile(model, recipe, **options), torch.randn(shape, dtype=dtype, requires_grad=trains)
-        _call(compiled, (x,), trains)
-        return _call(compiled, (x,), trains)
-
-    return run
-
-
-def _measured(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
-    """The graphs of a step that is measured."""
-
-    def run(recipe: Any, trains: bool) -> Any:
-        compiled, x = _compile(build(), recipe, **options), torch.randn(shape, requires_grad=trains)
-        monitor(compiled, every=1)
-        _call(compiled, (x,), trains)
-        return _call(compiled, (x,), trains)
-
-    return run
-
-
-def _fsdp(recipe_of_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
-    """Each layer sharded by FSDP2, gathered in FP8."""
-
-    def run(recipe: Any, trains: bool) -> Any:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        model, policy = recipe_of_model(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for layer in model:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        compiled = _compile(model, recipe, fsdp_gather="fp8", **options)
-        return _call(compiled, (torch.randn(shape, requires_grad=trains),), trains)
 
     return run
 
 
 def cases() -> dict[str, Run]:
     """Every model that is dumped."""
-    odd = nn.Sequential(nn.Linear(50, 37), nn.GELU(), nn.Linear(37, 50))
     rules = {"2:grad_weight": None, "2": "current", "0:output": "blockwise"}
+    bf16: Any = {"dtype": torch.bfloat16}
+    tiles = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
     found = {f"zoo-{name}": _zoo(name) for name in (*TORCH, *TRANSFORMERS, *MIXTURES)}
     found |= {
-        "llama-bf16": _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16),
+        "llama-bf16": _own(LlamaBlock, 2, 64, 128, **bf16),
         "llama-save": _own(LlamaBlock, 2, 64, 128, weight_copies="save"),
         "llama-recompute": _own(LlamaBlock, 2, 64, 128, weight_copies="recompute"),
         "llama-many-rows": _own(lambda: LlamaBlock(32, 48, 2), 1, 4096, 32),
         "llama-checkpointed": _own(_Checkpointed, 2, 32, 128),
         "mlp": _own(mlp, 16, 64),
         "mlp-rules": _own(mlp, 16, 64, rules=rules),
-        "mlp-odd": _own(lambda: copy.deepcopy(odd), 33, 50),
+        "mlp-odd": _own(lambda: nn.Sequential(nn.Linear(50, 37), nn.GELU(), nn.Linear(37, 50)), 33, 50),
         "mlp-dynamic": _own(mlp, 24, 64, dynamic=True),
         "tied": _own(Tied, 48, 32),
         "ragged": _own(Ragged, 33, 50),
@@ -235,13 +229,10 @@ def cases() -> dict[str, Run]:
         "parallel-rule": _sequence_parallel(False, rules={"layers.*.up": None}),
         "parallel-1d": _gathered(Float8BlockScaling(), 0, 128, 144),
         "parallel-1d-3": _gathered(Float8BlockScaling(use_f32_scales=True), 1, 3, 128, 144),
-        "parallel-2d": _gathered(Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96),
-        "parallel-2d-bf16": _gathered(
-            Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96, dtype=torch.bfloat16
-        ),
-        "parallel-crossing": _gathered(Float8BlockScaling(), 0, 96, 144, dtype=torch.bfloat16),
+        "parallel-2d": _gathered(tiles, 0, 256, 96),
+        "parallel-2d-bf16": _gathered(tiles, 0, 256, 96, **bf16),
+        "parallel-crossing": _gathered(Float8BlockScaling(), 0, 96, 144, **bf16),
     }
-    bf16: Any = {"dtype": torch.bfloat16}
     found |= {
         "llama-auto": _own(LlamaBlock, 2, 64, 128, select="auto"),
         "llama-min-speedup": _own(LlamaBlock, 2, 64, 128, select="auto", min_speedup=1.0),
@@ -281,27 +272,28 @@ def cases() -> dict[str, Run]:
         "ragged-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True), ragged),
         "llama-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=hybrid), block),
         "moe-squares": _only(MXFP8BlockScaling(enable_2d_quantization=True), found["moe"]),
-        "ragged-tiles": _only(Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), ragged),
+        "ragged-tiles": _only(tiles, ragged),
         "llama-vectors": _only(Float8BlockScaling(w_block_scaling_dim=1, use_f32_scales=True), block),
         "llama-grad-tiles": _only(Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2), block),
         "moe-vectors": _only(Float8BlockScaling(w_block_scaling_dim=1), found["moe"]),
         "ragged-rows": _only(Float8RowwiseScaling(use_power_2_scales=False, high_precision_grad_weight=True), ragged),
     }
+    frozen: Any = {"prepare": _freeze}
+    released: Any = {**frozen, "release_frozen": True, "weight_copies": "cache"}
+    sharded: Any = {"prepare": _shard, "fsdp_gather": "fp8"}
     found |= {
-        "frozen-cached": _frozen(mlp, 16, 64, weight_copies="cache"),
-        "frozen-auto": _frozen(mlp, 16, 64),
-        "frozen-released": _frozen(mlp, 16, 64, release_frozen=True, weight_copies="cache"),
-        "frozen-llama-released": _frozen(
-            LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, release_frozen=True, weight_copies="cache"
-        ),
-        "frozen-moe-cached": _frozen(MoE, 40, 64, dtype=torch.bfloat16, weight_copies="cache"),
+        "frozen-cached": _own(mlp, 16, 64, **frozen, weight_copies="cache"),
+        "frozen-auto": _own(mlp, 16, 64, **frozen),
+        "frozen-released": _own(mlp, 16, 64, **released),
+        "frozen-llama-released": _own(LlamaBlock, 2, 64, 128, **bf16, **released),
+        "frozen-moe-cached": _own(MoE, 40, 64, **bf16, **frozen, weight_copies="cache"),
         "trained-cached": _own(mlp, 16, 64, weight_copies="cache"),
-        "ragged-cached": _frozen(Ragged, 33, 50, weight_copies="cache"),
-        "measured-mlp": _measured(mlp, 16, 64),
-        "measured-ragged": _measured(Ragged, 33, 50),
-        "measured-moe": _measured(lambda: MoE(32, 48, 3), 20, 32),
-        "parallel-fsdp": _fsdp(lambda: nn.Sequential(LlamaBlock(), LlamaBlock()), 2, 64, 128),
-        "parallel-fsdp-ragged": _fsdp(lambda: nn.Sequential(Ragged(), Ragged()), 33, 50),
+        "ragged-cached": _own(Ragged, 33, 50, **frozen, weight_copies="cache"),
+        "measured-mlp": _own(mlp, 16, 64, watched=True),
+        "measured-ragged": _own(Ragged, 33, 50, watched=True),
+        "measured-moe": _own(lambda: MoE(32, 48, 3), 20, 32, watched=True),
+        "parallel-fsdp": _own(lambda: nn.Sequential(LlamaBlock(), LlamaBlock()), 2, 64, 128, **sharded),
+        "parallel-fsdp-ragged": _own(lambda: nn.Sequential(Ragged(), Ragged()), 33, 50, **sharded),
     }
     for engine in ("vllm", "deepgemm", "vllm-per-tensor", "hf"):
         found[f"engine-{engine}"] = _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, match=engine)
