@@ -146,6 +146,9 @@ class BoundInputs:
         record of the call that this one repeats; None if it repeats none."""
         raise NotImplementedError
 
+    def note_backward(self) -> None:
+        """Note that the backward of a call of a variant begins."""
+
 
 class InputProvider:
     """Gives graphs inputs: one per compiled model and kind of input."""

@@ -124,6 +124,12 @@ class Instance:
             found += inputs.tensors(args, records, variants, None if first is None else first.remembered.get(i))
         return found
 
+    def note_backward(self, *_: object) -> None:
+        """Note that a backward has come to a call of a variant; a hook of autograd's, which compiled autograd would trace."""
+        if not torch.compiler.is_compiling():
+            for inputs in self.bound.values():
+                inputs.note_backward()
+
 
 class DynamoGraph:
     """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive. Invariant: a
@@ -428,7 +434,10 @@ class DynamoGraph:
     ) -> Any:
         """Run a graph, or a variant of it. first: what the call repeats."""
         extra = instance.tensors(args, records, variants, first)
-        return call_under_hooks(self._variant(graph, variants), args, extra)
+        result = call_under_hooks(self._variant(graph, variants), args, extra)
+        if variants and records != "nothing":
+            hook_backward(result, instance.note_backward)
+        return result
 
     # -- module instances
 

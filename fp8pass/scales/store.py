@@ -90,7 +90,6 @@ class DelayedStore:
         self.empty: set[str] = set()  # Names whose histories no step boundary has written yet, as far as the host knows.
         self.num_emptied = 0  # Raised whenever a name joins `empty`.
         self.started: set[str] = set()  # Tensors that scaled themselves in this step: the boundary reads their amaxes back.
-        self._awaited: set[str] = set()  # Those of the step before, as a backward may come behind the boundary of its forward.
         self.recorded_for: set[frozenset[tuple[str, str]]] = set()
         """(another name, the name) of tensors that were one in graphs of this step: see `merge_outgrown`."""
         self.layout = 0  # Raised whenever buffers are replaced.
@@ -265,7 +264,6 @@ class DelayedStore:
             self.scale[self.where(name)] = 1
             for _, row in self._outgrown:
                 row[[c for c in self.columns(name) if c < row.shape[0]]] = 0
-            self._awaited.discard(name)
             self.started.discard(name)
             self._note_emptied(name)
         self._frozen = None
@@ -289,8 +287,8 @@ class DelayedStore:
 
     def note_staged(self) -> None:
         """Tensors whose staged amax is about to enter their history have an empty one no more."""
-        names = [name for name in self.names if name in self.empty and (name in self.started or name in self._awaited)]
-        self._awaited, self.started = self.started, set()
+        names = [name for name in self.names if name in self.started and name in self.empty]
+        self.started.clear()
         if names:
             staged = self.amax_history[0, self.columns(*names)]
             written = iter((torch.isfinite(staged) & (staged > 0)).tolist())

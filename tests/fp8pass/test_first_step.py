@@ -175,7 +175,8 @@ def test_a_layer_that_ran_beside_another_one_knows_the_inputs_of_both():
     assert scales["1:input"] == scales["0:input"] == 448 / (30 * x).abs().max()
 
 
-def test_a_gradient_that_comes_behind_a_boundary_has_a_history_at_the_next():
+@pytest.mark.parametrize("boundaries", [1, 3])
+def test_a_gradient_that_comes_behind_a_boundary_has_a_history_at_the_next(boundaries):
     """As where an evaluation comes between a forward and its backward; a resumed run, which sees the histories, is the same."""
     torch.manual_seed(0)
     model, x, found, saved = Heads([nn.Linear(64, 64), nn.Linear(64, 64)]), torch.randn(16, 64), [], None
@@ -185,7 +186,8 @@ def test_a_gradient_that_comes_behind_a_boundary_has_a_history_at_the_next():
         view = state(compiled)
         if saved is None:
             out = compiled(x, 0)
-            view.step()
+            for _ in range(boundaries):
+                view.step()
             out.square().mean().backward()
             compiled(x, 1).square().mean().backward()
             view.step()
