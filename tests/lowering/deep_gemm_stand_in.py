@@ -51,10 +51,8 @@ class Library:
         self.calls += 1
         (a, scale_a), (b, scale_b) = a, b
         self._check_operands(a, b, d)
-        assert recipe == (1, 128, 128)
-        assert c is None
-        assert d.shape == (a.shape[0], b.shape[0])
-        assert d.dtype == torch.bfloat16
+        assert (recipe, c) == ((1, 128, 128), None)
+        assert (d.shape, d.dtype) == ((a.shape[0], b.shape[0]), torch.bfloat16)
         self._check_lines(scale_a, a.shape[0], math.ceil(a.shape[1] / 128))
         self._check_squares(scale_b, *b.shape)
         d.copy_(self._product(a, scale_a, b, scale_b))
@@ -68,10 +66,8 @@ class Library:
         num_groups, n, k = b.shape
         self._check_operands(a, b, d)
         assert recipe == (1, 128, 128)
-        assert d.shape == (a.shape[0], n)
-        assert d.dtype == torch.bfloat16
-        assert grouped_layout.dtype == torch.int32
-        assert grouped_layout.shape == (a.shape[0],)
+        assert (d.shape, d.dtype) == ((a.shape[0], n), torch.bfloat16)
+        assert (grouped_layout.dtype, grouped_layout.shape) == (torch.int32, (a.shape[0],))
         assert grouped_layout.is_contiguous()
         self._check_lines(scale_a, a.shape[0], math.ceil(k / 128))
         self._check_squares(scale_b, n, k)
@@ -80,10 +76,8 @@ class Library:
             group = grouped_layout[tile].clamp(min=0)
             for first in range(tile, min(tile + ROWS, a.shape[0]), ROWS // 2):
                 half = slice(first, first + ROWS // 2)
-                if grouped_layout[first] < 0:
-                    d[half] = 0
-                else:
-                    d[half] = self._product(a[half], scale_a[half], b[group], scale_b[group]).to(d.dtype)
+                product = self._product(a[half], scale_a[half], b[group], scale_b[group]).to(d.dtype)
+                d[half] = product if grouped_layout[first] >= 0 else 0
 
     def k_grouped_fp8_gemm_nt_contiguous(
         self, a, b, d, ks_cpu, grouped_layout, c=None, recipe=(1, 1, 128), compiled_dims="mn", use_psum_layout=False
@@ -92,17 +86,11 @@ class Library:
         self.calls += 1
         (a, scale_a), (b, scale_b) = a, b
         num_groups, m, n = d.shape
-        assert recipe == (1, 1, 128)
-        assert a.dtype == b.dtype == E4M3
-        assert grouped_layout.dtype == torch.int32
-        assert grouped_layout.tolist() == ks_cpu
-        assert len(ks_cpu) == num_groups
+        assert (recipe, a.dtype, b.dtype, grouped_layout.dtype) == ((1, 1, 128), E4M3, E4M3, torch.int32)
+        assert (grouped_layout.tolist(), len(ks_cpu)) == (ks_cpu, num_groups)
         assert all(isinstance(k, int) and k % 128 == 0 for k in ks_cpu)
         assert (a.numel(), b.numel()) == (sum(ks_cpu) * m, sum(ks_cpu) * n)
-        assert a.is_contiguous()
-        assert b.is_contiguous()
-        assert d.is_contiguous()
-        assert c.is_contiguous()
+        assert all(x.is_contiguous() for x in (a, b, c, d))
         assert d.dtype == c.dtype == torch.float32
         for scale, lines in ((scale_a, m), (scale_b, n)):
             self._check_lines(scale, lines, sum(ks_cpu) // 128)

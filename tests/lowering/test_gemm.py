@@ -237,49 +237,20 @@ def test_any_view_is_a_bias():
 
 
 @needs_triton
-@each(
-    ("capability", "cuda", "version", "fast_accum", "out_dtype", "is_rowwise"),
-    [
-        ((9, 0), (12, 9), (2, 13), False, torch.bfloat16, True),
-        ((9, 0), (12, 9), (2, 13), True, torch.float32, True),
-        ((9, 0), (12, 8), (2, 13), True, torch.bfloat16, True),
-        ((9, 0), (12, 8), (2, 13), False, torch.bfloat16, False),
-        ((8, 9), (12, 9), (2, 13), True, torch.bfloat16, True),
-        ((8, 9), (13, 0), (2, 11), True, torch.bfloat16, False),
-        ((8, 9), (12, 9), (2, 13), False, torch.bfloat16, False),
-        ((8, 9), (12, 9), (2, 13), True, torch.float32, False),
-        ((10, 0), (13, 0), (2, 13), False, torch.bfloat16, True),
-        ((12, 0), (13, 0), (2, 13), False, torch.bfloat16, True),
-        ((12, 0), (13, 0), (2, 13), False, torch.float32, False),
-    ],
-)
-def test_which_gemm_of_rows_runs(capability, cuda, version, fast_accum, out_dtype, is_rowwise):
-    """NOTE [scales after the GEMM]: CUTLASS's rowwise kernel only where it is right and fast and takes the output."""
-    a, b, scale_inv_a, _ = operands(32, 64, 48, (E4M3, E4M3), by_lines=True)
-    arguments = a, b, scale_inv_a, torch.tensor(0.3)  # a scalar is repeated
-    options = {"out_dtype": out_dtype, "fast_accum": fast_accum}
-    out, [(scale_a, scale_b)] = provided(arguments, Platform(capability, cuda, version), **options)
-    assert (scale_a.dim() == scale_b.dim() == 2) is is_rowwise
-    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[out_dtype]
-
-
-@needs_triton
-def test_what_cutlass_does_not_take():
-    """No E5M2 as the second operand; on Ada no rows with gaps: torch's kernel for 8.9 takes K for the distance of two rows. Two
-    scalars are the per-tensor GEMM."""
-    a, b, *scales = operands(32, 128, 48, (E4M3, E4M3), by_lines=True)
-    e5m2, with_gaps = operands(32, 64, 48, (E4M3, E5M2), by_lines=True), (a[:, :64], b[:64], *scales)
-    two_scalars = a, b, torch.tensor(0.5), torch.tensor(0.3)
-    ada, hopper, *others = (
-        Platform(capability, cuda, (2, 13))
-        for capability, cuda in (((8, 9), (13, 0)), ((9, 0), (12, 8)), ((10, 0), (13, 0)), ((12, 0), (13, 0)))
-    )
-    cases = [(platform, e5m2) for platform in (ada, hopper, *others)]
-    for platform, arguments in (*cases, (ada, with_gaps), (hopper, two_scalars)):
-        fast = arguments is not two_scalars
+def test_scalars_and_gaps_among_rows():
+    """A scalar is repeated, two are the per-tensor GEMM; on Ada no rows with gaps: torch's kernel for 8.9 takes K for
+    the distance of two rows. Which platforms take rows: test_paths.py and test_hardware.py."""
+    a, b, scale_a, scale_b = operands(32, 128, 48, (E4M3, E4M3), by_lines=True)
+    half, third = torch.tensor(0.5), torch.tensor(0.3)
+    ada, old = Platform((8, 9), (13, 0), (2, 13)), Platform((9, 0), (12, 8), (2, 13))
+    for platform, fast, dims, *arguments in (
+        (HOPPER, False, 2, a, b, scale_a, third),
+        (old, False, 0, a, b, half, third),
+        (ada, True, 0, a[:, :64], b[:64], scale_a, scale_b),
+    ):
         out, [given] = provided(arguments, platform, out_dtype=torch.bfloat16, fast_accum=fast)
-        assert [scale.dim() for scale in given] == [0, 0]
-        assert fast or [float(scale) for scale in given] == [0.5, pytest.approx(0.3)]
+        assert [scale.dim() for scale in given] == [dims, dims]
+        assert arguments[2] is not half or [float(scale) for scale in given] == [0.5, pytest.approx(0.3)]
         assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[torch.bfloat16]
 
 

@@ -16,8 +16,9 @@ from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import Platform
 from lowering.paths import GemmPath, path_of
 from lowering.products import Product
-from tests.lowering.test_gemm import operands, provided
+from tests.lowering.test_gemm import expected_product, operands, provided
 from tests.support.cases import each
+from tests.tolerances import REFERENCE_MM, relative_error
 
 G = Granularity
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,7 +55,8 @@ def on(monkeypatch):
 @each("fast_accum", [False, True])
 def test_rows(platform, dtypes, out_dtype, fast_accum):
     arguments = operands(16, 32, 16, dtypes, by_lines=True)
-    _, [(scale_a, _)] = provided(arguments, platform, out_dtype=out_dtype, fast_accum=fast_accum)
+    out, [(scale_a, _)] = provided(arguments, platform, out_dtype=out_dtype, fast_accum=fast_accum)
+    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[out_dtype]
     gemm = hardware.Gemm(*dtypes, G.ROW_WISE, G.ROW_WISE, out_dtype)
     assert path_of(gemm, platform, fast_accum=fast_accum) is (GemmPath.ROWS if scale_a.dim() else GemmPath.ROWS_AFTERWARDS)
 

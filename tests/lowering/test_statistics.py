@@ -165,7 +165,7 @@ def test_both_copies_at_once_are_those_of_each():
 @each("columnwise", [False, True])
 def test_stacks_in_half_precision(kind, columnwise):
     """The weights of experts."""
-    x = torch.stack([sample(150, 200, seed, torch.bfloat16) for seed in range(2)])
+    x = torch.stack([sample(140, 170, seed, torch.bfloat16) for seed in range(2)])
     how = E4M3, kind, True, columnwise
     check(of_blocks(x, *how), oracle_of_blocks(x, *how))
     for factors in ([7.0, 0.01], [7.0, 7.0]):
