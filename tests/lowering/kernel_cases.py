@@ -174,11 +174,11 @@ def quantize_by_ptx(device: str) -> None:
     import triton.language as tl
 
     from lowering.triton import tile
-    from tests.support.interpreter import executed_asm_elementwise
+    from tests.support.interpreter import inline_asm_elementwise
 
     with (
         mock.patch.object(tile, "compiles_ptx", return_value=True),
-        mock.patch.object(tl, "inline_asm_elementwise", executed_asm_elementwise),
+        mock.patch.object(tl, "inline_asm_elementwise", functools.partial(inline_asm_elementwise, executes=True)),
     ):
         quantize_beside_ties(device)
         quantize_edges(device)

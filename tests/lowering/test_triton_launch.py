@@ -27,33 +27,24 @@ def test_a_thread_of_its_own_has_no_cuda_graphs():
     assert not launch._inductor_warms_up(CUDA)
 
 
-class OnDevice:
-    """Stands in for the tables' copies to a GPU, and for the stream that calls run in."""
-
-    def __init__(self, monkeypatch):
-        self.stream = SimpleNamespace(cuda_stream=7)
-        self.copies = 0
-        monkeypatch.setattr(launch, "_TABLES", {})
-        monkeypatch.setattr(launch, "_on_device", self.copy)
-        monkeypatch.setattr(launch, "_reserved", [])
-        monkeypatch.setattr(launch, "_TABLES_OF_GRAPHS", {})
-        monkeypatch.setattr(launch, "_pinned", self.pin)
-        self.pinned = []
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-    def copy(self, values, device):
-        self.copies += 1
-        return torch.tensor(values)
-
-    def pin(self, count):
-        self.pinned.append(count)
-        return torch.empty(count, dtype=torch.int64)
-
-
 @pytest.fixture
 def on_device(monkeypatch):
-    return OnDevice(monkeypatch)
+    """Stands in for the tables' copies to a GPU, and for the stream that calls run in."""
+    there = SimpleNamespace(stream=SimpleNamespace(cuda_stream=7), copies=0, pinned=[])
+
+    def copy(values, device):
+        there.copies += 1
+        return torch.tensor(values)
+
+    def pin(count):
+        there.pinned.append(count)
+        return torch.empty(count, dtype=torch.int64)
+
+    for name, value in (("_TABLES", {}), ("_TABLES_OF_GRAPHS", {}), ("_reserved", []), ("_on_device", copy), ("_pinned", pin)):
+        monkeypatch.setattr(launch, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: there.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return there
 
 
 def test_cuda_graphs_of_one_model_leave_the_tables_of_others_alone(on_device, monkeypatch):

@@ -96,26 +96,21 @@ def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode:
 
 
 def inline_asm_elementwise(
-    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
+    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int, executes: bool = False
 ) -> tl.core.tensor:
-    """`tl.inline_asm_elementwise` of the PTX that converts to FP8, as tests/lowering/test_conversion.py proves it."""
+    """`tl.inline_asm_elementwise` of the PTX that converts to FP8, as tests/lowering/test_conversion.py proves it; or executes
+    it, by tests/support/ptx_machine.py, which takes longer."""
     (x,) = args
     assert (x.dtype, dtype, _plain(pack)) == (tl.float32, tl.uint8, PACK)
-    found = convert(x.handle.data, tl.float32, _FP8_OF_PTX[_plain(asm)], None)
+    values = np.array(x.handle.data)
+    if executes:
+        found = run_piece(_plain(asm), [values.reshape(-1).view(np.float32)], _plain(pack)).reshape(values.shape)
+    else:
+        found = convert(values, tl.float32, _FP8_OF_PTX[_plain(asm)], None)
     return tl.core.tensor(interpreter.TensorHandle(found, tl.uint8), _like(x))
 
 
 _FP8_OF_PTX = {ptx_to_fp8(torch.float8_e4m3fn): tl.float8e4nv, ptx_to_fp8(torch.float8_e5m2): tl.float8e5}
-
-
-def executed_asm_elementwise(
-    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
-) -> tl.core.tensor:
-    """`inline_asm_elementwise` by tests/support/ptx_machine.py, which takes longer."""
-    (x,) = args
-    values = np.array(x.handle.data)
-    found = run_piece(_plain(asm), [values.reshape(-1).view(np.float32)], _plain(pack)).reshape(values.shape)
-    return tl.core.tensor(interpreter.TensorHandle(found, tl.uint8), _like(x))
 
 
 def _like(x: tl.core.tensor) -> Any:

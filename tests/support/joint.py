@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -58,18 +59,12 @@ class _Traced(Fp8Error):
 
 
 def _hand_out(
-    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
+    keeps: bool, graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> None:
-    raise _Traced(Joint(graph, context, rules, inputs, dataclasses.replace(options, may_ask=False)))
-
-
-def _hand_out_with_kept(
-    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
-) -> None:
-    """Hand out the second of two attempts to compile a graph, which has the copies of weights that are kept as inputs."""
-    if options.may_ask:
+    """keeps: hand out the second of two attempts to compile a graph, which has the kept copies of weights as inputs."""
+    if keeps and options.may_ask:
         Joint(graph, context, rules, inputs, options).run("take kept weights")
-    _hand_out(graph, context, rules, inputs, options)
+    raise _Traced(Joint(graph, context, rules, inputs, dataclasses.replace(options, may_ask=False)))
 
 
 def trace(
@@ -83,8 +78,7 @@ def trace(
     torch._dynamo.reset()
     options = {"select": "all", **options}
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    hand_out = _hand_out_with_kept if keeps else _hand_out
-    with mock.patch.object(backend, "rewrite", hand_out), torch.set_grad_enabled(trains):
+    with mock.patch.object(backend, "rewrite", functools.partial(_hand_out, keeps)), torch.set_grad_enabled(trains):
         try:
             compiled(*inputs)
         except _Traced as traced:

@@ -3,7 +3,6 @@
 python -m tests.support.links out/docs
 """
 
-import dataclasses
 import functools
 import html.parser
 import pathlib
@@ -11,32 +10,24 @@ import sys
 import urllib.parse
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
+class Page(html.parser.HTMLParser):
     """The links of a page, and its elements that can be linked to."""
 
-    targets: list[str]
-    anchors: set[str]
-
-
-class _Reader(html.parser.HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         super().__init__()
-        self.page = Page([], set())
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
             if name == "id" or (tag == "a" and name == "name"):
-                self.page.anchors.add(value or "")
+                self.anchors.add(value or "")
             if name in ("href", "src") and value:
-                self.page.targets.append(value)
+                self.targets.append(value)
 
 
-@functools.lru_cache(maxsize=1000)
-def read_page(path: pathlib.Path) -> Page:
-    reader = _Reader()
-    reader.feed(path.read_text())
-    return reader.page
+read_page = functools.lru_cache(maxsize=1000)(Page)
 
 
 def broken_links(site: pathlib.Path) -> list[str]:

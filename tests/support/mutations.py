@@ -95,12 +95,14 @@ class Checkpointed(Ragged):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def _sharded(block: nn.Module) -> nn.Module:
-    """A block whose weights FSDP2 gathers before its graph begins."""
+def _sharded() -> nn.Module:
+    """A block whose weights FSDP2 gathers in one piece, before its graph begins."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
+    linears = {name: nn.Linear(256, 256, bias=False) for name in ("up", "down")}
+    block = Net(lambda self, x: self.down(F.gelu(self.up(x))), **linears)
     return fully_shard(nn.Sequential(fully_shard(block, mesh=mesh)), mesh=mesh)
 
 
@@ -129,9 +131,7 @@ MODELS = {
     "cached experts": Model(lambda: MoE(32, 48, 3), (20, 32), _BF16, options={"weight_copies": "cache"}, keeps=True),
     "released": Model(lambda: Ragged().requires_grad_(False), (33, 50), options={"release_frozen": True}, keeps=True),
     "released batch": Model(lambda: Batched().requires_grad_(False), (3, 16, 32), options={"release_frozen": True}, keeps=True),
-    "sharded": Model(
-        lambda: _sharded(mlp(256, 256, 256, bias=False)), (48, 256), options={"fsdp_gather": "fp8"}, num_ranks=2, keeps=True
-    ),
+    "sharded": Model(_sharded, (48, 256), options={"fsdp_gather": "fp8"}, num_ranks=2, keeps=True),
     "fused": Model(lambda: projections(48, 40), (33, 48), engine="vllm"),
     "checkpointed": Model(Checkpointed, (33, 50)),
 }
