@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-from fp8pass import fp8_compile
+from fp8pass import fp8_compile, inspect, state
 
 WIDTH = 64
 
@@ -112,6 +113,24 @@ class Run:
     def forward_of(self, model, step, width=WIDTH):
         with torch.no_grad():
             return model(batch(step, width)).clone()
+
+
+def both(recipe, make, **options):
+    """A run with gathers in FP8, and one without, each of a model of its own."""
+    return [Run(recipe, gather, make(), **options) for gather in ("fp8", None)]
+
+
+def reasons(run):
+    """Module -> why its weight travels as it is."""
+    return {g.module: g.reason for graph in inspect(run.compiled).graphs for g in graph.gathers}
+
+
+def load(run, folder):
+    """Weights and scales of a checkpoint."""
+    weights = run.model.state_dict()
+    dcp.load({"model": weights}, checkpoint_id=folder)
+    run.model.load_state_dict(weights)
+    state(run.compiled).load_checkpoint(folder)
 
 
 def differing(ours, theirs):

@@ -5,6 +5,7 @@ does: compiled code, random numbers, environment, configurations of torch, warni
 replaced a function or a constant of a module, and left it so, is an error: it needs fresh ranks.
 """
 
+import ast
 import dataclasses
 import datetime
 import gc
@@ -74,14 +75,19 @@ def rank_main(pipe: Connection, rank: int, size: int, store: str, group_timeout:
 
 
 def load(file: str, name: str) -> Callable[..., Any]:
-    """A function of a file, which is executed anew."""
+    """A function of a file, which is executed anew, with asserts that say what they compared; of a test, what its ranks run."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
     spec = importlib.util.spec_from_file_location("ranks_" + pathlib.Path(file).stem, file)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    source = pathlib.Path(file).read_bytes()
+    tree = ast.parse(source)
+    rewrite_asserts(tree, source)
+    exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+    function = getattr(module, name)
+    return getattr(function, "on_rank", function)
 
 
 class Before:

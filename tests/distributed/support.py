@@ -1,5 +1,7 @@
 """Runs a function on several ranks: real processes, gloo on the loopback interface, every rank's result or exception.
 
+`@on_ranks(2)` makes a test of a function that asserts on each rank, where `everyone` has the values of all of them.
+
 Processes are forked from a server that has imported torch already. The ranks of a file stay for its next runs, in one process
 group; those of a run that fails, or that asks for fresh ones, end with it. See `rank.py`.
 """
@@ -51,6 +53,32 @@ def run_on_ranks(
     if failed:
         raise RanksFailed("\n".join(failed))
     return [o.value for o in outcomes]
+
+
+def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of `function(rank, ...)`, which asserts on each rank. It gets the test's other arguments; `options` are those
+    of `run_on_ranks`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            run_on_ranks(function, num_ranks, *(given[parameter.name] for parameter in others), **options)
+
+        test.on_rank, test.__signature__ = function, inspect.Signature(others)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def everyone(value: Any) -> list[Any]:
+    """On a rank: the values of all ranks, in order. Each of them calls it."""
+    import torch.distributed as dist
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def outcomes_on_ranks(

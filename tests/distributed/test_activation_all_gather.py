@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, fp8_compile, inspect
 from tests.distributed.gathers import GATHER, REDUCE, collectives, count, equal, with_and_without
 from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import everyone, on_ranks
 from tests.tolerances import REORDERED_LOSS
 
 pytestmark = pytest.mark.dist
@@ -30,63 +30,47 @@ def sequence_parallel(recipe, backend="aot_eager", bias=False, steps=3, **option
     return [loss, *(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters())], compiled
 
 
-def compared(rank, cases):
-    found = []
-    for recipe, backend in cases:
-        moved, kept, ours, _ = with_and_without(lambda recipe=recipe, backend=backend: sequence_parallel(recipe, backend))
-        # Inductor fuses the two programs differently and so rounds norms differently: there only the loss is compared, nearly.
-        is_right = (
-            equal(moved, kept) if backend == "aot_eager" else torch.allclose(moved[0], kept[0], rtol=REORDERED_LOSS, atol=0)
-        )
-        (graph,) = ours.graphs
-        counts = [count(graph.before, GATHER, F32), count(graph.after, GATHER, F32), count(graph.after, GATHER, torch.uint8)]
-        found.append((is_right, counts, count(graph.after, REDUCE, torch.int32), graph.gathers, str(ours)))
-    return found
-
-
-def test_fp8_travels_and_results_stay_bit_for_bit():
+@on_ranks(2)
+def test_fp8_travels_and_results_stay_bit_for_bit(rank):
     """Of the inputs of gate/up in 2 layers and of the head, and of the gradients of 2 down projections."""
-    cases = [("delayed", "aot_eager"), ("current", "aot_eager"), ("current", "inductor")]
     modules = {f"layers.{i}.{name}" for i in (0, 1) for name in ("gate", "down")} | {"head"}
-    for results in run_on_ranks(compared, 2, cases):
-        for (recipe, backend), (is_right, counts, num_reductions, gathers, text) in zip(cases, results, strict=True):
-            case = (recipe, backend)
-            assert is_right, case
-            # Before, gate and up gather the same input, in forward only; the last two gather the logits and the gradient of the
-            # embedding.
-            assert counts == [5 + 2 + 2, 2, 5], case
-            assert num_reductions == (0 if recipe == "delayed" else 5), case
-            assert ([g.quantized for g in gathers], {g.module for g in gathers}) == ([True] * 5, modules), case
-            assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in gathers), case
-            assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes per rank instead of {20 * SHARD:,}, each time." in text, case
+    for recipe, backend in (("delayed", "aot_eager"), ("current", "aot_eager"), ("current", "inductor")):
+        moved, kept, ours, _ = with_and_without(lambda recipe=recipe, backend=backend: sequence_parallel(recipe, backend))
+        if backend == "aot_eager":
+            assert equal(moved, kept), recipe
+        else:  # Inductor fuses the two programs differently and so rounds norms differently: only the loss, and nearly
+            assert torch.allclose(moved[0], kept[0], rtol=REORDERED_LOSS, atol=0)
+        (graph,) = ours.graphs
+        # Before, gate and up gather the same input, in forward only; the last two gather the logits and the gradient of the
+        # embedding.
+        counts = [count(graph.before, GATHER, F32), count(graph.after, GATHER, F32), count(graph.after, GATHER, torch.uint8)]
+        assert counts == [5 + 2 + 2, 2, 5], recipe
+        assert count(graph.after, REDUCE, torch.int32) == (0 if recipe == "delayed" else 5)
+        assert ([g.quantized for g in graph.gathers], {g.module for g in graph.gathers}) == ([True] * 5, modules)
+        assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in graph.gathers)
+        text = f"5 all-gathers send FP8: {5 * SHARD:,} bytes per rank instead of {20 * SHARD:,}, each time."
+        assert text in str(ours)
 
 
-def refusals(rank):
-    found = {}
-    for name, recipe, options in (
-        ("bias", DelayedScaling(), {"bias": True}),
-        ("rule", DelayedScaling(), {"rules": {"layers.*.up": None}}),
-        ("local scales", DelayedScaling(reduce_amax=False), {}),
-        ("blockwise", "blockwise", {}),
-        ("group", DelayedScaling(), {"amax_reduction_group": [dist.new_group([0]), dist.new_group([1])][rank]}),
-    ):
+@on_ranks(2)
+def test_what_is_not_moved_says_why(rank):
+    def reasons(recipe, **options):
         torch._dynamo.reset()
         (graph,) = inspect(sequence_parallel(recipe, steps=1, **options)[1]).graphs
-        found[name] = [(g.module, g.is_backward, g.reason) for g in graph.gathers]
         assert all(g.bytes_before == g.bytes_after for g in graph.gathers if not g.quantized)
-    return found
+        return [(g.module, g.is_backward, g.reason) for g in graph.gathers]
 
+    def kinds(*args, **options):
+        return {(is_backward, why and why.partition(":")[0]) for _, is_backward, why in reasons(*args, **options)}
 
-def test_what_is_not_moved_says_why():
-    for found in run_on_ranks(refusals, 2):
-        reasons = {name: {(b, r.split(":")[0] if r else None) for _, b, r in records} for name, records in found.items()}
-        assert reasons["bias"] == {(False, None), (True, "readers")}  # the gradient of the bias sums what is gathered
-        assert {(m, r) for m, _, r in found["rule"] if r} == {
-            (f"layers.{i}.gate", "readers: mm reads the gathered tensor in high precision") for i in (0, 1)
-        }
-        assert reasons["local scales"] == {(False, "scales"), (True, "scales")}
-        assert reasons["blockwise"] == {(False, "shape"), (True, "shape")}, "8 tokens per rank, and blocks of 128"
-        assert reasons["group"] == {(False, "scales"), (True, "scales")}
+    bias = kinds(DelayedScaling(), bias=True)
+    assert bias == {(False, None), (True, "readers")}, "the gradient of the bias sums what is gathered"
+    ruled = {(module, why) for module, _, why in reasons(DelayedScaling(), rules={"layers.*.up": None}) if why}
+    assert ruled == {(f"layers.{i}.gate", "readers: mm reads the gathered tensor in high precision") for i in (0, 1)}
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    for recipe, options in ((DelayedScaling(reduce_amax=False), {}), (DelayedScaling(), {"amax_reduction_group": alone})):
+        assert kinds(recipe, **options) == {(False, "scales"), (True, "scales")}
+    assert kinds("blockwise") == {(False, "shape"), (True, "shape")}, "8 tokens per rank, and blocks of 128"
 
 
 # -- products of a tensor that is gathered, whose scales travel with their values
@@ -113,24 +97,8 @@ PRODUCTS = [
 ]
 
 
-def products(rank):
-    found = []
-    for recipe, dtype, trains, shapes, _ in PRODUCTS:
-        for dim, shape in shapes:
-
-            class Gathering(nn.Linear):
-                def forward(self, x, dim=dim):
-                    return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
-
-            torch.manual_seed(0)
-            model = Gathering(shape[-1], 48, dtype=dtype)
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
-            found.append(gathered(model, recipe, trains, x, model.weight))
-    return found
-
-
 def gathered(model, recipe, trains, x, weight):
-    """Whether moving the gather changes no bit; the gathers of bytes and of float32, and the record, of the moved one."""
+    """The gathers of bytes and of float32 and bfloat16, and the record, of a moved gather, which changes no bit."""
 
     def run():
         compiled = fp8_compile(model, recipe, backend="aot_eager")
@@ -142,22 +110,34 @@ def gathered(model, recipe, trains, x, weight):
         return [out, x.grad, weight.grad], compiled
 
     moved, kept, ours, _ = with_and_without(run)
+    assert equal(moved, kept), recipe
     (graph,) = ours.graphs
-    ((record,), of_dtypes) = graph.gathers, [count(graph.after, GATHER, dtype) for dtype in (torch.uint8, F32, BF16)]
-    return equal(moved, kept), of_dtypes, record
+    (record,) = graph.gathers
+    return [count(graph.after, GATHER, dtype) for dtype in (torch.uint8, F32, BF16)], record
 
 
-def test_scales_travel_with_their_values_or_the_reason_is_said():
-    cases = [(recipe, dtype, shape, expected) for recipe, dtype, _, shapes, expected in PRODUCTS for _, shape in shapes]
-    for results in run_on_ranks(products, 2):
-        for case, (same, (num_bytes, num_float32, num_bfloat16), record) in zip(cases, results, strict=True):
-            _, dtype, shape, expected = case
-            assert same, case
+def normal(shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@on_ranks(2)
+def test_scales_travel_with_their_values_or_the_reason_is_said(rank):
+    for recipe, dtype, trains, shapes, expected in PRODUCTS:
+        for dim, shape in shapes:
+
+            class Gathering(nn.Linear):
+                def forward(self, x, dim=dim):
+                    return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
+
+            case = recipe, dtype, shape
+            torch.manual_seed(0)
+            model = Gathering(shape[-1], 48, dtype=dtype)
+            counts, record = gathered(model, recipe, trains, normal(shape, dtype, rank).requires_grad_(), model.weight)
             if isinstance(expected, str):
                 assert record.reason.startswith(expected), case
                 continue
             assert record.quantized, (case, record.reason)
-            assert (num_bytes, num_float32, num_bfloat16) == (*expected[:2], 0), case
+            assert counts == [*expected[:2], 0], case
             part = record.bytes_after / record.bytes_before
             if expected[2] is None:
                 assert part == pytest.approx((1 + 4 / shape[-1]) / dtype.itemsize, rel=0.01), case
@@ -165,46 +145,38 @@ def test_scales_travel_with_their_values_or_the_reason_is_said():
                 assert part < expected[2], case
 
 
-def weights(rank):
-    """x @ w.T for a weight whose rows the ranks share, as FSDP gathers it."""
+@on_ranks(2)
+def test_a_gathered_weight_in_tiles_travels_once(rank):
+    """x @ w.T for a weight whose rows the ranks share, as FSDP gathers it. With a scale per 32x32 one copy serves both
+    orientations, in one buffer; with 1x32 each travels, and its scales, and bfloat16 would be smaller."""
     found = []
-    for recipe, dtype in ((MXFP8BlockScaling(enable_2d_quantization=True), BF16), (MXFP8BlockScaling(), BF16)):
-        shard = nn.Parameter(torch.randn(32, 64, generator=torch.Generator().manual_seed(rank)).to(dtype))
-        x = torch.randn(48, 64, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
+    for recipe in (MXFP8BlockScaling(enable_2d_quantization=True), MXFP8BlockScaling()):
+        shard = nn.Parameter(normal((32, 64), BF16, rank))
 
         def product(x, shard=shard):
             return x @ all_gather_tensor_autograd(shard, 0, dist.group.WORLD).t()
 
-        found.append(gathered(product, recipe, True, x, shard))
-    return found
+        found.append(gathered(product, recipe, True, normal((48, 64), BF16, 9).requires_grad_(), shard))
+    ((num_bytes, *_), tiles), (_, lines) = found
+    assert tiles.quantized, tiles.reason
+    assert (num_bytes, tiles.bytes_after) == (1, 32 * 64 + 2)
+    assert lines.reason.startswith("bytes")
+    assert lines.bytes_before <= 2 * (32 * 64 + 64)
 
 
-def test_a_gathered_weight_in_tiles_travels_once():
-    """With a scale per 32x32 one copy serves both orientations, in one buffer; with 1x32 each travels, and its scales, and
-    bfloat16 would be smaller."""
-    for (same, (num_bytes, *_), tiles), (also, _, lines) in run_on_ranks(weights, 2):
-        assert same
-        assert also
-        assert tiles.quantized, tiles.reason
-        assert (num_bytes, tiles.bytes_after) == (1, 32 * 64 + 2)
-        assert lines.reason.startswith("bytes")
-        assert lines.bytes_before <= 2 * (32 * 64 + 64)
-
-
-def no_sharded_tensor(rank):
+@on_ranks(2)
+def test_without_sharded_tensors_nothing_is_communicated(rank):
     model = seeded()
     tensor_parallel(model, init_device_mesh("cpu", (2,)), sequence=False)
     compiled = fp8_compile(model, "current", backend="aot_eager")
     loss_of(compiled, 0).backward()
     (graph,) = inspect(compiled).graphs
-    return collectives(graph.before) == collectives(graph.after), len(graph.gathers)
+    assert collectives(graph.before) == collectives(graph.after)
+    assert len(graph.gathers) == 0
 
 
-def test_without_sharded_tensors_nothing_is_communicated():
-    assert run_on_ranks(no_sharded_tensor, 2) == [(True, 0)] * 2
-
-
-def non_finite_shard(rank):
+@on_ranks(2)
+def test_non_finite_values_reach_every_rank_and_scale_alike(rank):
     def function(x, w):
         return all_gather_tensor(x, 0, dist.group.WORLD) @ w
 
@@ -212,12 +184,8 @@ def non_finite_shard(rank):
     x = torch.randn(16, 32)
     x[0, 0] = [float("nan"), float("inf")][rank]
     compiled = fp8_compile(function, "current", backend="aot_eager")
-    return compiled(x, torch.eye(32)), inspect(compiled).graphs[0].gathers[0].quantized
-
-
-def test_non_finite_values_reach_every_rank_and_scale_alike():
-    (first, moved), (second, _) = run_on_ranks(non_finite_shard, 2)
-    assert moved
+    first, second = everyone(compiled(x, torch.eye(32)))
+    assert inspect(compiled).graphs[0].gathers[0].quantized
     assert first.isnan().equal(second.isnan())
     assert torch.equal(first.nan_to_num(), second.nan_to_num())
     assert first[0].isnan().any()

@@ -1,9 +1,10 @@
 """The reduction of amaxes at the step boundary: what ranks see, what it costs, and what happens when it goes wrong."""
 
-from __future__ import annotations
-
+import contextlib
 import importlib
 import os
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,131 +13,110 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, state
 from fp8pass.errors import AmaxReductionError, OptionError
-from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+from tests.distributed.support import everyone, on_ranks, outcomes_on_ranks
 from tests.support.models import Stack, mlp
 
 pytestmark = pytest.mark.dist
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-class CountedCollectives:
-    """Counts calls of torch.distributed's collectives while it is entered."""
-
-    NAMES = ("all_reduce", "all_gather_object", "all_gather", "broadcast", "barrier")
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __enter__(self) -> CountedCollectives:
-        self._real = {name: getattr(dist, name) for name in self.NAMES}
-        for name, function in self._real.items():
-            setattr(dist, name, lambda *a, _name=name, _f=function, **k: (self.calls.append(_name), _f(*a, **k))[1])
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name, function in self._real.items():
-            setattr(dist, name, function)
+COLLECTIVES = [(dist, name) for name in ("all_reduce", "all_gather_object", "all_gather", "broadcast", "barrier")]
 
 
-def compiled(model: nn.Module, recipe=RECIPE, **options):
+@contextlib.contextmanager
+def counted(targets=COLLECTIVES):
+    """The names of functions that are called while it is entered. targets: their owners and names."""
+    calls = []
+
+    def counting(name, function):
+        return lambda *a, **k: (calls.append(name), function(*a, **k))[1]
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in targets:
+            stack.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
+        yield calls
+
+
+def compiled(model, recipe=RECIPE, **options):
     return fp8_compile(model, recipe, backend="aot_eager", **options)
 
 
-def seeded_mlp() -> nn.Module:
+def seeded_mlp():
     torch.manual_seed(0)
     return mlp()
 
 
-def train(model, steps: int, rank: int, size: float = 1.0, width: int = 64) -> None:
+def train(model, steps, rank, size=1.0, width=64):
     for step in range(steps):
         torch.manual_seed(1000 * rank + step)
         model(torch.randn(16, width) * size).square().mean().backward()
 
 
-def snapshot(model) -> dict[str, list[float]]:
+def snapshot(model):
     """Per tensor the staged amax, the history and the scale."""
     view = state(model)
     return {n: [*view.amax_history(n).tolist(), view.scale(n).item()] for n in view.tensors}
 
 
-def settled(model) -> dict[str, list[float]]:
+def settled(model):
     """The same without the staged amax, which is a rank's own until the step ends."""
     return {name: values[1:] for name, values in snapshot(model).items()}
 
 
-# -- equal scales, and what they are
+# -- equal scales, by one collective per step
 
 
-def scales_after_steps(rank):
+@on_ranks(2)
+def test_scales_are_equal_on_all_ranks_and_follow_the_largest_amax(rank):
     model = compiled(seeded_mlp())
     train(model, 3, rank, size=1.0 + rank)
-    local = {n: h[0] for n, h in snapshot(model).items()}
+    staged = everyone({name: values[0] for name, values in snapshot(model).items()})
     model(torch.randn(16, 64))
-    return local, settled(model)
-
-
-def test_scales_are_equal_on_all_ranks_and_follow_the_largest_amax():
-    (first_staged, first), (second_staged, second) = run_on_ranks(scales_after_steps, 2)
+    first, second = everyone(settled(model))
     assert first == second
-    assert first_staged["0:input"] < second_staged["0:input"]
-    for name in first:
-        assert first[name][2] == max(first_staged[name], second_staged[name]), name
+    assert staged[0]["0:input"] < staged[1]["0:input"]
+    for name, values in first.items():
+        assert values[2] == max(amaxes[name] for amaxes in staged), name
 
 
-# -- one collective per step
-
-
-def deep(layers: int) -> nn.Module:
+def deep(layers):
     return Stack(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(layers))
 
 
-def collectives_of_a_step(rank, cases):
-    found = []
-    for layers, rules in cases:
-        torch._dynamo.reset()
-        model = compiled(deep(layers), rules=rules)
-        train(model, 2, rank, width=32)
-        with CountedCollectives() as counted:
-            train(model, 1, rank, width=32)
-        found.append((counted.calls, len(state(model).tensors)))
-    return found
-
-
-def test_one_collective_per_step_however_many_layers_and_recipes():
-    cases = [(1, None), (4, {"layers.3.*": DelayedScaling(amax_history_len=2)})]
-    for results in run_on_ranks(collectives_of_a_step, 2, cases):
-        assert results == [(["all_reduce"], 3 * layers - 1 + 1) for layers, _ in cases]
-
-
-def collectives_without_reduction(rank):
-    model = compiled(seeded_mlp(), DelayedScaling(amax_history_len=4, reduce_amax=False))
-    with CountedCollectives() as counted:
-        train(model, 3, rank, size=1.0 + rank)
-    return counted.calls, snapshot(model)
-
-
-def test_reduce_amax_false_communicates_nothing():
-    (calls, first), (other_calls, second) = run_on_ranks(collectives_without_reduction, 2)
-    assert calls == other_calls == []
-    assert first["0:input"] != second["0:input"]
-
-
-# -- more tensors than the message holds
-
-
-def many_tensors(rank):
-    importlib.import_module("fp8pass.scales.reduction").MESSAGE = 16
-    model = compiled(deep(6))
-    train(model, 3, rank, width=32)
-    with CountedCollectives() as counted:
+def collectives_of_a_step(rank, layers, rules=None):
+    """And the model's state behind it."""
+    torch._dynamo.reset()
+    model = compiled(deep(layers), rules=rules)
+    train(model, 2, rank, width=32)
+    with counted() as calls:
         train(model, 1, rank, width=32)
-    return counted.calls, settled(model)
+    return calls, settled(model)
 
 
-def test_tensors_beyond_the_message_travel_in_a_second_one():
-    (calls, first), (_, second) = run_on_ranks(many_tensors, 2, fresh=True)
+@on_ranks(2)
+def test_one_collective_per_step_however_many_layers_and_recipes(rank):
+    for layers, rules in ((1, None), (4, {"layers.3.*": DelayedScaling(amax_history_len=2)})):
+        calls, tensors = collectives_of_a_step(rank, layers, rules)
+        assert (calls, len(tensors)) == (["all_reduce"], 3 * layers - 1 + 1)
+
+
+@on_ranks(2, fresh=True)
+def test_tensors_beyond_the_message_travel_in_a_second_one(rank):
+    importlib.import_module("fp8pass.scales.reduction").MESSAGE = 16
+    calls, found = collectives_of_a_step(rank, 6)
+    first, second = everyone(found)
     assert calls == ["all_reduce", "all_reduce"]
     assert first == second
+
+
+@on_ranks(2)
+def test_reduce_amax_false_communicates_nothing(rank):
+    model = compiled(seeded_mlp(), DelayedScaling(amax_history_len=4, reduce_amax=False))
+    with counted() as calls:
+        train(model, 3, rank, size=1.0 + rank)
+    assert calls == []
+    first, second = everyone(snapshot(model))
+    assert first["0:input"] != second["0:input"]
 
 
 # -- ranks that run different modules
@@ -158,7 +138,9 @@ def run_experts(model, choices, size=1.0):
         model(torch.randn(16, 32, requires_grad=True) * size, expert).square().mean().backward()
 
 
-def different_experts(rank, outer):
+@pytest.mark.parametrize("outer", [True, False])
+@on_ranks(2)
+def test_a_rank_without_tokens_takes_part_with_zeros(rank, outer):
     torch.manual_seed(0)
     model = compiled(Experts(outer))
     torch.manual_seed(rank)
@@ -166,12 +148,7 @@ def different_experts(rank, outer):
     for choice in ([0, 1], [0, None], [None, None]):
         run_experts(model, [choice[rank]])
     run_experts(model, [None])
-    return settled(model)
-
-
-@pytest.mark.parametrize("outer", [True, False])
-def test_a_rank_without_tokens_takes_part_with_zeros(outer):
-    first, second = run_on_ranks(different_experts, 2, outer)
+    first, second = everyone(settled(model))
     assert first == second
     steps = {"experts.0": 2, "experts.1": 1} | ({"first": 3} if outer else {})
     assert set(first) == {f"{m}:{kind}" for m in steps for kind in ("input", "weight", "grad_output")}
@@ -180,80 +157,60 @@ def test_a_rank_without_tokens_takes_part_with_zeros(outer):
         assert scale != 1
 
 
-def nobody_runs_the_expert(rank):
+@on_ranks(2)
+def test_history_and_scale_stay_if_no_rank_ran_the_module(rank):
     model = compiled(Experts())
     run_experts(model, [0, None])
-    before = snapshot(model)
+    before = {name: values for name, values in snapshot(model).items() if name.startswith("experts.0")}
     run_experts(model, [None, None])
-    after = snapshot(model)
-    return [(before[n], after[n]) for n in before if n.startswith("experts.0")]
+    assert len(before) == 3
+    assert snapshot(model).items() >= before.items()
 
 
-def test_history_and_scale_stay_if_no_rank_ran_the_module():
-    for pairs in run_on_ranks(nobody_runs_the_expert, 2):
-        assert len(pairs) == 3
-        assert all(before == after for before, after in pairs)
-
-
-def manual_steps(rank):
+@on_ranks(2)
+def test_manual_steps_include_ranks_that_ran_nothing(rank):
     model = compiled(Experts(outer=False), step="manual")
     view = state(model)
     for _ in range(2):
         if rank == 0:
             run_experts(model, [0, 1])
         view.step()
-    return snapshot(model)
-
-
-def test_manual_steps_include_ranks_that_ran_nothing():
-    first, second = run_on_ranks(manual_steps, 2)
+    first, second = everyone(snapshot(model))
     assert first == second
     assert len(first) == 6
 
 
-def evaluation_on_one_rank(rank):
+@on_ranks(2)
+def test_one_rank_may_evaluate_alone(rank):
     model = compiled(seeded_mlp())
     train(model, 2, rank)
     if rank == 0:
-        with torch.no_grad(), CountedCollectives() as counted:
+        with torch.no_grad(), counted() as calls:
             model(torch.randn(16, 64))
             model(torch.randn(16, 64))
-        assert counted.calls == []
+        assert calls == []
     dist.barrier()
     train(model, 2, rank)
-    return settled(model)
-
-
-def test_one_rank_may_evaluate_alone():
-    first, second = run_on_ranks(evaluation_on_one_rank, 2)
+    first, second = everyone(settled(model))
     assert first == second
 
 
-# -- disagreement
-
-
-def different_rules(rank):
-    rules = {"2": None} if rank == 1 else None
-    kind = OnRank1 if rank else nn.Sequential
-    model = compiled(kind(*seeded_mlp()), rules=rules)
-    train(model, 1, rank)
-    before = snapshot(model)
-    try:
-        train(model, 1, rank)
-    except AmaxReductionError as error:
-        assert snapshot(model) == before
-        return str(error)
-    return "no error"
-
-
-def test_tensors_that_a_rank_cannot_have_are_an_error_on_every_rank():
-    for message in run_on_ranks(different_rules, 2):
-        assert "rank 1 lacks 2:grad_output, 2:input, 2:weight" in message
-        assert "reduce_amax=False" in message
+# -- disagreement, and groups
 
 
 class OnRank1(nn.Sequential):
     """Another model, as far as ranks are compared before they reduce."""
+
+
+@on_ranks(2)
+def test_tensors_that_a_rank_cannot_have_are_an_error_on_every_rank(rank):
+    kind, rules = (OnRank1, {"2": None}) if rank else (nn.Sequential, None)
+    model = compiled(kind(*seeded_mlp()), rules=rules)
+    train(model, 1, rank)
+    before = snapshot(model)
+    with pytest.raises(AmaxReductionError, match=r"rank 1 lacks 2:grad_output, 2:input, 2:weight.*reduce_amax=False"):
+        train(model, 1, rank)
+    assert snapshot(model) == before
 
 
 def different_recipes(rank):
@@ -269,76 +226,51 @@ def test_different_recipes_of_different_models_are_an_error_on_every_rank():
         assert "amax_history_len=5" in outcome.error
 
 
-# -- groups
-
-
-def within_pairs(rank):
+@on_ranks(4)
+def test_amaxes_are_reduced_within_their_group_only(rank):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = compiled(seeded_mlp(), amax_reduction_group=pairs[rank // 2])
     train(model, 3, rank, size=1.0 + rank)
-    try:
+    with pytest.raises(OptionError, match="not a member"):
         compiled(seeded_mlp(), amax_reduction_group=pairs[1 - rank // 2])
-    except OptionError as error:
-        refusal = str(error)
-    return settled(model), refusal
-
-
-def test_amaxes_are_reduced_within_their_group_only():
-    results, refusals = zip(*run_on_ranks(within_pairs, 4), strict=True)
+    results = everyone(settled(model))
     assert results[0] == results[1]
     assert results[2] == results[3]
     assert results[0]["0:input"] != results[2]["0:input"]
-    assert all("not a member" in refusal for refusal in refusals)
 
 
 # -- failure
 
 
-def peer_dies(rank):
+def without_a_peer(rank, leave):
+    """What the next calls raise, each of which must try again: the step has not ended, and the state is as it was."""
     model = compiled(seeded_mlp())
     train(model, 2, rank)
     if rank == 1:
-        os._exit(7)
-    before, version = snapshot(model), next(iter(model._fp8pass_session.stores)).version
-    recorded = model._fp8pass_session.clock.recorded
-    errors = []
-    for _ in range(2):  # the second call must try again: the step has not ended
-        try:
+        return leave()
+    session, errors = model._fp8pass_session, []
+    before = snapshot(model), next(iter(session.stores)).version
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
             model(torch.randn(16, 64))
-        except RuntimeError as error:
-            errors.append(type(error).__module__)
-    after = snapshot(model), next(iter(model._fp8pass_session.stores)).version
-    return (before, version) == after, recorded and model._fp8pass_session.clock.recorded, errors
+        errors.append((raised.type.__module__, str(raised.value).lower()))
+        assert session.clock.recorded
+        assert before == (snapshot(model), next(iter(session.stores)).version)
+    return errors
 
 
-def test_a_peer_that_dies_is_torchs_error_and_leaves_the_state():
-    survivor, dead = outcomes_on_ranks(peer_dies, 2)
-    assert dead.error == "died (exit code 7)"
-    unchanged, recorded, errors = survivor.value
-    assert unchanged
-    assert recorded
-    assert len(errors) == 2
-    assert not any(module.startswith("fp8pass") for module in errors)
+def peer_dies(rank):
+    return without_a_peer(rank, lambda: os._exit(7))
 
 
 def peer_stalls(rank):
-    import time
-
-    model = compiled(seeded_mlp())
-    train(model, 2, rank)
-    before = snapshot(model)
-    if rank == 1:
-        time.sleep(5)
-        return None
-    try:
-        model(torch.randn(16, 64))
-    except RuntimeError as error:
-        return str(error), snapshot(model) == before, model._fp8pass_session.clock.recorded
+    return without_a_peer(rank, lambda: time.sleep(5))
 
 
-def test_a_peer_that_stalls_is_torchs_timeout_and_leaves_the_state():
-    outcome = outcomes_on_ranks(peer_stalls, 2, group_timeout=2)[0]
-    message, unchanged, recorded = outcome.value
-    assert "timed out" in message.lower() or "timeout" in message.lower(), message
-    assert unchanged
-    assert recorded
+def test_a_peer_that_dies_or_stalls_is_torchs_error_and_leaves_the_state():
+    survivor, dead = outcomes_on_ranks(peer_dies, 2)
+    assert dead.error == "died (exit code 7)"
+    waiting, _ = outcomes_on_ranks(peer_stalls, 2, group_timeout=2)
+    for outcome in (survivor, waiting):
+        assert not any(module.startswith("fp8pass") for module, _ in outcome.value), outcome
+    assert "timed out" in waiting.value[0][1] or "timeout" in waiting.value[0][1]

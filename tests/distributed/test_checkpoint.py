@@ -1,5 +1,7 @@
 """torch.distributed.checkpoint of model, optimizer and FP8 state, and training that goes on from it."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -10,6 +12,7 @@ from fp8pass.errors import CheckpointMismatchError
 from tests.distributed.models import loss_of, seeded, spread, train
 from tests.distributed.support import run_on_ranks
 from tests.support.cases import rest
+from tests.support.training import same
 from tests.tolerances import RESHARDED_LOSS
 
 pytestmark = pytest.mark.dist
@@ -29,35 +32,23 @@ def snapshot(compiled):
     return {n: (view.amax_history(n)[1:], view.scale(n)) for n in view.tensors}
 
 
-def straight(rank, kind, recipe, folder):
-    """Losses after the checkpoint, and the state in the end, of a run that is not interrupted."""
+def trained(rank, kind, recipe, folder, resumes=False, warm=False):
+    """Losses after the checkpoint, and the state in the end, of a run that is not interrupted, or resumed from it: warm, where
+    the model has trained already."""
     model, compiled, optimizer, *shards = build(kind, recipe)
-    train(compiled, None, range(SAVED_AT), *shards, optimizer)
+    if not resumes or warm:
+        train(compiled, None, range(2 if resumes else SAVED_AT), *shards, optimizer)
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "fp8": state(compiled)}, checkpoint_id=folder)
+    parts = {"model": weights, "optimizer": moments} | ({} if resumes and not warm else {"fp8": state(compiled)})
+    if resumes:
+        dcp.load(parts, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if not warm:
+            state(compiled).load_checkpoint(folder)
+    else:
+        dcp.save(parts, checkpoint_id=folder)
     losses = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer)
     return losses, snapshot(compiled)
-
-
-def resumed(rank, kind, recipe, folder, warm):
-    """The same from the checkpoint."""
-    model, compiled, optimizer, *shards = build(kind, recipe)
-    if warm:
-        train(compiled, None, range(2), *shards, optimizer)
-    weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments} | ({"fp8": state(compiled)} if warm else {})
-    dcp.load(saved, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    if not warm:
-        state(compiled).load_checkpoint(folder)
-    losses = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer)
-    return losses, snapshot(compiled)
-
-
-def equal(first, second) -> bool:
-    return first.keys() == second.keys() and all(
-        a.equal(b) for name in first for a, b in zip(first[name], second[name], strict=True)
-    )
 
 
 @pytest.mark.parametrize(
@@ -70,12 +61,9 @@ def equal(first, second) -> bool:
     ],
 )
 def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
-    before = run_on_ranks(straight, 2, kind, recipe, str(tmp_path))
-    after = run_on_ranks(resumed, 2, kind, recipe, str(tmp_path), warm)
-    for (losses, scales), (again, scales_again) in zip(before, after, strict=True):
-        assert losses == again
-        assert equal(scales, scales_again)
-    assert equal(before[0][1], before[1][1]) == recipe.reduce_amax
+    before = run_on_ranks(trained, 2, kind, recipe, str(tmp_path))
+    assert same(run_on_ranks(trained, 2, kind, recipe, str(tmp_path), True, warm), before)
+    assert same(before[0][1], before[1][1]) == recipe.reduce_amax
 
 
 @pytest.mark.parametrize(
@@ -88,8 +76,8 @@ def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
 )
 def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after, num_ranks_after):
     recipe = DelayedScaling(amax_history_len=3)
-    losses, scales = run_on_ranks(straight, num_ranks, kind, recipe, str(tmp_path))[0]
-    for again, scales_again in run_on_ranks(resumed, num_ranks_after, kind_after, recipe, str(tmp_path), False):
+    losses, scales = run_on_ranks(trained, num_ranks, kind, recipe, str(tmp_path))[0]
+    for again, scales_again in run_on_ranks(trained, num_ranks_after, kind_after, recipe, str(tmp_path), True):
         assert losses == pytest.approx(again, rel=RESHARDED_LOSS)
         assert scales.keys() == scales_again.keys()
 
@@ -125,37 +113,29 @@ def test_a_tensor_in_two_formats_resumes_bit_for_bit(tmp_path, num_ranks, reduce
         assert all(end[k].equal(end_again[k]) for k in end)
 
 
-def own_state_on_more_ranks(rank, folder):
-    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
-    try:
-        state(compiled).load_checkpoint(folder)
-    except CheckpointMismatchError as error:
-        return str(error)
-    return "loaded"
+def own_state():
+    return fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
 
 
 def save_own_state(rank, folder):
-    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
+    compiled = own_state()
     loss_of(compiled, 0).backward()
     dcp.save({"fp8": state(compiled)}, checkpoint_id=folder)
 
 
-def test_states_of_single_ranks_need_as_many_ranks(tmp_path):
-    run_on_ranks(save_own_state, 2, str(tmp_path))
-    first, second, third, _ = run_on_ranks(own_state_on_more_ranks, 4, str(tmp_path))
-    assert first == second == "loaded"
-    assert "none for rank 2" in third
+def load_on_more_ranks(rank, folder):
+    lacks = pytest.raises(CheckpointMismatchError, match=f"none for rank {rank}")
+    with lacks if rank > 1 else contextlib.nullcontext():
+        state(own_state()).load_checkpoint(folder)
 
 
 def load_too_early(rank, folder):
-    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
-    try:
-        dcp.load({"fp8": state(compiled)}, checkpoint_id=folder)
-    except Exception as error:
-        return repr(error)
+    with pytest.raises(Exception, match="load_checkpoint"):
+        dcp.load({"fp8": state(own_state())}, checkpoint_id=folder)
 
 
-def test_what_dcp_cannot_ask_for_is_an_error_that_names_the_way(tmp_path):
-    run_on_ranks(save_own_state, 1, str(tmp_path))
-    (message,) = run_on_ranks(load_too_early, 1, str(tmp_path))
-    assert "load_checkpoint" in message
+def test_states_of_single_ranks_need_as_many_ranks_and_a_state_to_load_into(tmp_path):
+    run_on_ranks(save_own_state, 2, str(tmp_path))
+    run_on_ranks(load_on_more_ranks, 4, str(tmp_path))
+    run_on_ranks(save_own_state, 1, str(tmp_path / "one"))
+    run_on_ranks(load_too_early, 1, str(tmp_path / "one"))

@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect, state
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import everyone, on_ranks
 
 pytestmark = pytest.mark.dist
 STEPS = 6
@@ -56,35 +56,34 @@ def trained(compiled, optimizer):
     return losses, scales, sum(g.quantized for g in inspect(compiled).gemms)
 
 
-def under_ddp(rank, option, zero):
-    model = DistributedDataParallel(seeded(option == "unused parameters"), **OPTIONS.get(option, {}))
-    compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
-    if zero:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return trained(compiled, optimizer)
-
-
 @pytest.mark.parametrize("option", [*OPTIONS, "zero"])
-def test_an_option_of_ddp_changes_nothing(option):
-    plain = run_on_ranks(under_ddp, 2, None, False)
-    found = run_on_ranks(under_ddp, 2, option, option == "zero")
-    assert found == plain
-    assert plain[0][2] == 5  # the input of the model has no gradient
-    assert plain[0][1] == plain[1][1] != {}
-    assert plain[0][0][-1] < plain[0][0][0]
+@on_ranks(2)
+def test_an_option_of_ddp_changes_nothing(rank, option):
+    found = []
+    for given in (None, option):
+        model = DistributedDataParallel(seeded(given == "unused parameters"), **OPTIONS.get(given, {}))
+        compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
+        if given == "zero":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found.append(trained(compiled, optimizer))
+    assert found[0] == found[1]
+    losses, scales, num_quantized = found[0]
+    assert num_quantized == 5, "the input of the model has no gradient"
+    assert everyone(scales) == [scales] * 2
+    assert scales
+    assert losses[-1] < losses[0]
 
 
-def under_fsdp(rank, ignores):
-    model = seeded()
-    fully_shard(model, ignored_params={model.gain} if ignores else None)
-    model.gain.requires_grad_(False)  # an ignored Parameter's gradients are its owner's to reduce
-    compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
-    return trained(compiled, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-
-
-def test_a_parameter_that_fsdp2_ignores():
-    plain, found = run_on_ranks(under_fsdp, 2, False), run_on_ranks(under_fsdp, 2, True)
-    assert found == plain
+@on_ranks(2)
+def test_a_parameter_that_fsdp2_ignores(rank):
+    found = []
+    for ignores in (False, True):
+        model = seeded()
+        fully_shard(model, ignored_params={model.gain} if ignores else None)
+        model.gain.requires_grad_(False)  # an ignored Parameter's gradients are its owner's to reduce
+        compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
+        found.append(trained(compiled, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)))
+    assert found[0] == found[1]
     assert found[0][2] > 0

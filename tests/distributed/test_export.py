@@ -4,15 +4,18 @@ import errno
 import functools
 import json
 import pathlib
+import re
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from fp8pass.errors import ExportError
 from fp8pass.tools.export.contents import Layer
 from tests.distributed.models import loss_of, seeded, spread
-from tests.distributed.support import RanksFailed, outcomes_on_ranks, run_on_ranks
+from tests.distributed.support import RanksFailed, everyone, on_ranks, outcomes_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -53,11 +56,14 @@ def test_all_ranks_learn_that_the_folder_is_a_file(tmp_path):
     assert ["is a file; pass a folder" in outcome.error for outcome in outcomes] == [True, True], outcomes
 
 
-def exported_onto_a_full_disk(rank, num_tensors, folder):
-    """Rank 0 can write so many tensors. Returns the error, and what a collective gives afterwards."""
+@pytest.mark.parametrize("num_tensors", [0, 1, 2, 5])
+@on_ranks(2, group_timeout=30)
+def test_all_ranks_learn_that_the_disk_is_full(rank, num_tensors, tmp_path):
+    """Rank 0 can write so many tensors. What is left to gather is gathered: the other ranks neither wait nor take the folder
+    for whole."""
     model, _, _ = spread(seeded(), "fsdp", functools.partial(fp8_compile, recipe="rowwise", backend="aot_eager"))
     loss_of(model, 0, rank, 2).backward()
-    made, tensors = [], Layer.tensors
+    made, tensors, full = [], Layer.tensors, "[Errno 28] No space left on device"
 
     def until_full(layer, gather):
         for each in tensors(layer, gather):
@@ -66,24 +72,10 @@ def exported_onto_a_full_disk(rank, num_tensors, folder):
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield each
 
-    Layer.tensors, error = until_full, None
-    try:
-        export_fp8(model, folder)
-    except Exception as raised:
-        error = raised
-    finally:
-        Layer.tensors = tensors
-    total = torch.ones(())
-    dist.all_reduce(total)
-    return type(error).__name__, str(error), total.item()
-
-
-@pytest.mark.parametrize("num_tensors", [0, 1, 2, 5])
-def test_all_ranks_learn_that_the_disk_is_full(num_tensors, tmp_path):
-    """What is left to gather is gathered: the other ranks neither wait nor take the folder for whole."""
-    results = run_on_ranks(exported_onto_a_full_disk, 2, num_tensors, tmp_path, group_timeout=30)
-    full = "[Errno 28] No space left on device"
-    assert results == [("OSError", full, 2.0), ("ExportError", f"rank 0 could not write the export: OSError: {full}", 2.0)]
+    error, text = (ExportError, f"rank 0 could not write the export: OSError: {full}") if rank else (OSError, full)
+    with mock.patch.object(Layer, "tensors", until_full), pytest.raises(error, match=re.escape(text)):
+        export_fp8(model, tmp_path)
+    assert everyone(rank) == [0, 1], "ranks go on together"
     assert not list(tmp_path.iterdir())
 
 

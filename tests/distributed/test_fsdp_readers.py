@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import DelayedScaling, fp8_compile
 from tests.distributed.fsdp2 import Block, batch, counted
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -95,24 +95,17 @@ class Reads:
 CASES = [("current", True), ("current", False), ("current", "root alone"), (DelayedScaling(), True), (DelayedScaling(), False)]
 
 
-def differing_reads(rank, cases):
-    found = []
-    for recipe, reshard in cases:
-        with counted() as (sent, _):
-            ours = Reads(recipe, "fp8", reshard).run()
-            ours_sent = sum(sent)
-        with counted() as (sent, _):
-            theirs = Reads(recipe, None, reshard).run()
-        pairs = zip(ours.found, theirs.found, strict=True)
-        found.append(([name for (name, a), (_, b) in pairs if not a.equal(b)], ours_sent < sum(sent)))
-    return found
-
-
 @pytest.mark.parametrize(
     "cases", [CASES[:1], pytest.param([*CASES[1:], ("rowwise", True), ("blockwise", False)], marks=pytest.mark.exhaustive)]
 )
-def test_readers_find_the_parameters_own_values(cases):
-    for found in run_on_ranks(differing_reads, 2, cases):
-        for (recipe, reshard), (differing, travels) in zip(cases, found, strict=True):
-            assert differing == [], (recipe, reshard)
-            assert travels == (reshard is True), (recipe, reshard)
+@on_ranks(2)
+def test_readers_find_the_parameters_own_values(rank, cases):
+    for recipe, reshard in cases:
+        runs, sent = [], []
+        for gather in ("fp8", None):
+            with counted() as (each, _):
+                runs.append(Reads(recipe, gather, reshard).run())
+            sent.append(sum(each))
+        pairs = zip(*(run.found for run in runs), strict=True)
+        assert [name for (name, a), (_, b) in pairs if not a.equal(b)] == [], (recipe, reshard)
+        assert (sent[0] < sent[1]) == (reshard is True), (recipe, reshard)

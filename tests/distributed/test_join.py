@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import DelayedScaling, fp8_compile, monitor, state
 from fp8pass.errors import UnsupportedError
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import on_ranks
 from tests.distributed.test_mismatch import seeded
 
 pytestmark = pytest.mark.dist
@@ -57,15 +57,15 @@ def part_of(model, ddp):
     return ddp.module if model is ddp else model
 
 
-def outcomes(rank, way):
-    """Per setting: what the error says, or that this rank came to the end."""
-    found = {}
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+@on_ranks(2)
+def test_steps_that_reduce_are_refused_within_a_join(rank, way):
     for what, options in SETTINGS.items():
         torch._dynamo.reset()
         model, ddp = globals()[way](seeded(), **options)
         if "monitored" in what:
             monitor(part_of(model, ddp))
-        try:
+        with pytest.raises(UnsupportedError) if what in REFUSED else contextlib.nullcontext() as caught:
             for epoch in range(2):
                 with Join([ddp]):
                     for _ in range(2 + rank * (1 - epoch)):
@@ -74,27 +74,13 @@ def outcomes(rank, way):
                             state(part_of(model, ddp)).step()
                 if what == "manual":
                     state(part_of(model, ddp)).step()
-            found[what] = "came to the end"
-        except UnsupportedError as error:
-            found[what] = str(error)
-    return found
+        assert caught is None or all(text in str(caught.value) for text in (REFUSED[what], "after the Join")), what
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
-def test_steps_that_reduce_are_refused_within_a_join(way):
-    for found in run_on_ranks(outcomes, 2, way):
-        assert found.keys() == SETTINGS.keys()
-        for what, outcome in found.items():
-            if what in REFUSED:
-                assert "Join" in outcome, what
-                assert REFUSED[what] in outcome, what
-                assert "after the Join" in outcome, what
-            else:
-                assert outcome == "came to the end", what
-
-
-def around_joins(rank, way):
-    """Losses of steps under a `Join`, after it, and of one that stops all ranks when the first has no batch left."""
+@on_ranks(2, fresh=True)
+def test_steps_end_after_a_join_and_within_one_that_stops_all_ranks(rank, way):
+    """Steps under a `Join`, after it, and in one that stops all ranks when the first has no batch left."""
     model, ddp = globals()[way](seeded(), **SETTINGS["manual"])
     view, losses = state(part_of(model, ddp)), []
 
@@ -113,12 +99,5 @@ def around_joins(rank, way):
         for _ in range(2 + rank):
             step()
             view.step()
-    return len(losses), {name: view.amax_history(name)[1:].count_nonzero().item() for name in view.tensors}
-
-
-@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
-def test_steps_end_after_a_join_and_within_one_that_stops_all_ranks(way):
-    (first, steps), (second, others) = run_on_ranks(around_joins, 2, way, fresh=True)
-    assert (first, second) == (6, 7)
-    assert steps == others
-    assert {*steps.values()} == {4}
+    assert len(losses) == 6 + rank
+    assert {view.amax_history(name)[1:].count_nonzero().item() for name in view.tensors} == {4}

@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, monitor, state
 from lowering.formats import E4M3
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import everyone, on_ranks
 
 pytestmark = pytest.mark.dist
 ROWS = 48
@@ -23,25 +23,21 @@ def whole_batch():
     return x
 
 
-def measure(rank, recipe):
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+@on_ranks(2)
+def test_numbers_are_those_of_the_tensors_of_all_ranks(rank, recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
-    recipe = DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
-    compiled = fp8_compile(model, recipe, backend="aot_eager", step="manual")
+    chosen = DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
+    compiled = fp8_compile(model, chosen, backend="aot_eager", step="manual")
     logged = []
     watching = monitor(compiled, every=1, log=logged.append)
     nn.parallel.DistributedDataParallel(compiled)(whole_batch()[rank * ROWS : (rank + 1) * ROWS]).sum().backward()
     state(compiled).step()
-    found = {t.name: t for t in watching.latest.tensors if t.copy != "columnwise"}
-    own = found["0:input"]
-    return own, logged, watching.latest.first_non_finite
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
-def test_numbers_are_those_of_the_tensors_of_all_ranks(recipe):
-    (first, logged, named), (second, same, also_named) = run_on_ranks(measure, 2, recipe)
-    assert str((first, logged, named)) == str((second, same, also_named)), "every rank has the same numbers"
-    assert ":input, for the GEMM output, in the forward (2 elements)" in named
+    found = next(t for t in watching.latest.tensors if t.name == "0:input" and t.copy != "columnwise")
+    numbers = str((found, logged, watching.latest.first_non_finite))
+    assert everyone(numbers) == [numbers] * 2, "every rank has the same numbers"
+    assert ":input, for the GEMM output, in the forward (2 elements)" in watching.latest.first_non_finite
     x = whole_batch()
     finite = x.isfinite()
     parts = {"delayed": [x], "current": list(x.split(ROWS)), "rowwise": list(x)}[recipe]
@@ -56,15 +52,15 @@ def test_numbers_are_those_of_the_tensors_of_all_ranks(recipe):
         ratios.append((part.double()[keep].square().sum() / (part.double() - rounded[-1])[keep].square().sum()).item())
     q, x = torch.cat([r.reshape(-1) for r in rounded]).reshape(x.shape)[finite], x[finite].double()
     error = (x - q).square().sum()
-    assert first.num_elements == 2 * ROWS * 64
-    assert first.num_non_finite == 2
-    assert first.num_underflow == int(((q == 0) & (x != 0)).sum()) >= 3
-    assert first.num_saturated == saturated
-    assert first.amax == x.abs().max().item()
-    assert first.sqnr == pytest.approx(10 * math.log10(x.square().sum() / error), rel=1e-6)
-    assert first.mse == pytest.approx((error / len(x)).item(), rel=1e-6)
+    assert found.num_elements == 2 * ROWS * 64
+    assert found.num_non_finite == 2
+    assert found.num_underflow == int(((q == 0) & (x != 0)).sum()) >= 3
+    assert found.num_saturated == saturated
+    assert found.amax == x.abs().max().item()
+    assert found.sqnr == pytest.approx(10 * math.log10(x.square().sum() / error), rel=1e-6)
+    assert found.mse == pytest.approx((error / len(x)).item(), rel=1e-6)
     if recipe == "rowwise":  # the extremes are those of all blocks, the quantiles between them means of the ranks' own
-        assert first.block_sqnr[0] == pytest.approx(10 * math.log10(min(ratios)), rel=1e-6)
-        assert first.block_sqnr[-1] == pytest.approx(10 * math.log10(max(ratios)), rel=1e-6)
+        assert found.block_sqnr[0] == pytest.approx(10 * math.log10(min(ratios)), rel=1e-6)
+        assert found.block_sqnr[-1] == pytest.approx(10 * math.log10(max(ratios)), rel=1e-6)
         medians = [sorted(part)[(ROWS - 1) // 2] for part in (ratios[:ROWS], ratios[ROWS:])]
-        assert first.block_sqnr[2] == pytest.approx(10 * math.log10(sum(medians) / 2), rel=1e-6)
+        assert found.block_sqnr[2] == pytest.approx(10 * math.log10(sum(medians) / 2), rel=1e-6)

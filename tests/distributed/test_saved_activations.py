@@ -1,5 +1,7 @@
 """`saved_activations="fp8"` on two ranks: bit for bit what averaging the gradients of both by hand gives."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -45,22 +47,15 @@ def trained(model, recipe, average):
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in held], modules
 
 
-def under(rank, wrapper, recipe):
-    """Tell whether both runs end with the same bits."""
+@pytest.mark.parametrize("recipe", [None, "blockwise"], ids=str)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@on_ranks(2)
+def test_ranks_train_as_by_hand(rank, wrapper, recipe):
     torch.manual_seed(0)
     by_hand = Model()
-    model = Model()
-    model.load_state_dict(by_hand.state_dict())
+    model = copy.deepcopy(by_hand)
     model = DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)
     expected, modules = trained(by_hand, recipe, average=True)
     found, ours = trained(model, recipe, average=False)
-    return all(map(torch.equal, found, expected)), modules, ours
-
-
-@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
-@pytest.mark.parametrize("recipe", [None, "blockwise"], ids=str)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_ranks_train_as_by_hand(wrapper, recipe):
-    for is_equal, expected, found in run_on_ranks(under, 2, wrapper, recipe):
-        assert {name.rpartition(".")[2] for name in found} == {name.rpartition(".")[2] for name in expected} >= {"up"}
-        assert is_equal
+    assert all(map(torch.equal, found, expected))
+    assert {name.rpartition(".")[2] for name in ours} == {name.rpartition(".")[2] for name in modules} >= {"up"}

@@ -61,27 +61,21 @@ def test_ranks_find_the_same_and_what_one_process_finds_with_both_batches():
     assert [g.measured is not None for g in gemms[:4]] == [True] * 3 + [False]
 
 
-def other_parameters(rank):
-    search(make_model(rank), whole_batch()[:ROWS])
-
-
-def wrapped(rank):
-    search(nn.parallel.DistributedDataParallel(make_model()), whole_batch()[:ROWS])
-
-
-def not_finite_on_one(rank):
-    search(make_model(), whole_batch()[:ROWS] if rank else torch.full((ROWS, 32), torch.nan))
+def wrong(rank, what):
+    model = make_model(rank if what == "parameters" else 0)
+    has_nan = what == "NaN on one rank" and rank == 0
+    x = torch.full((ROWS, 32), torch.nan) if has_nan else whole_batch()[:ROWS]
+    search(nn.parallel.DistributedDataParallel(model) if what == "wrapped" else model, x)
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("what", "message"),
     [
-        (other_parameters, "parameters differ between ranks"),
-        (wrapped, "model is a DistributedDataParallel; pass its module"),
-        (not_finite_on_one, "the loss of step is nan"),
+        ("parameters", "parameters differ between ranks"),
+        ("wrapped", "model is a DistributedDataParallel; pass its module"),
+        ("NaN on one rank", "the loss of step is nan"),
     ],
-    ids=["other parameters", "wrapped", "NaN on one rank"],
 )
-def test_every_rank_says_what_is_wrong(function, message):
-    for outcome in outcomes_on_ranks(function, 2):
+def test_every_rank_says_what_is_wrong(what, message):
+    for outcome in outcomes_on_ranks(wrong, 2, what):
         assert f"OptionError: {message}" in outcome.error

@@ -5,6 +5,7 @@ and every one of current scaling scales by a rank's own amax, and some values th
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fp8pass.rewrite.simplify import merge_equal_gathers
 from fp8pass.runtime import ranks
 from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import everyone, on_ranks
 from tests.support.models import mlp
 from tests.support.moe import Experts
 from tests.tolerances import RESHARDED_LOSS
@@ -72,11 +73,19 @@ def assert_same_amaxes(found, expected, num_shards):
         assert scaled == pytest.approx(expected[twin], rel=AMAX_OF_GRADIENT if is_gradient else AMAX), name
 
 
+def assert_same(found, expected, num_shards):
+    """Losses, what is quantized, and amaxes."""
+    assert found[0] == pytest.approx(expected[0], rel=RESHARDED_LOSS)
+    assert found[1] == expected[1]
+    assert_same_amaxes(found[2], expected[2], num_shards)
+
+
 # -- TP with FSDP2
 
 
-def two_dimensional(rank):
-    found = []
+@pytest.mark.exhaustive
+@on_ranks(4)
+def test_tensor_parallel_with_fsdp(rank):
     for recipe in RECIPES:
         model, compiled = serial(recipe, rules=NO_HEAD)
         alone = train(compiled, model.parameters(), range(STEPS), 0, 1), gemms(compiled), histories(compiled)
@@ -86,18 +95,9 @@ def two_dimensional(rank):
         losses = train(model, model.parameters(), range(STEPS), shard, num_shards)
         parts = [(layer, f"layers.{i}.") for i, layer in enumerate(model.layers)]
         quantized = set().union(*(gemms(*part) for part in parts))
-        found.append((alone, (losses, quantized, {k: v for part in parts for k, v in histories(*part).items()})))
-    return found
-
-
-@pytest.mark.exhaustive
-def test_tensor_parallel_with_fsdp():
-    results = run_on_ranks(two_dimensional, 4)
-    assert all(result == results[0] for result in results)
-    for (losses, quantized, amaxes), found in results[0]:
-        assert found[0] == pytest.approx(losses, rel=RESHARDED_LOSS)
-        assert found[1] == quantized
-        assert_same_amaxes(found[2], amaxes, 2)
+        found = losses, quantized, {k: v for part in parts for k, v in histories(*part).items()}
+        assert everyone(found) == [found] * 4
+        assert_same(found, alone, 2)
 
 
 # -- a schedule, and a monitor
@@ -116,45 +116,35 @@ def watched(model, compiled, shard, num_shards):
     return losses, quantized, amaxes, logged, names
 
 
-def scheduled(rank):
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_a_schedule_and_a_monitor_act_in_the_same_step_on_all_ranks(rank):
     schedule = {2: {"layers.0.*": "rowwise", "*:grad_weight": None}, 4: {"layers.1.*": Float8CurrentScaling()}}
     model, compiled = serial(DELAYED, schedule=schedule)
     alone = watched(model, compiled, 0, 1)
     torch._dynamo.reset()
     model = seeded()
     compiled, shard, num_shards = spread(model, "ddp", compiler(DELAYED, schedule=schedule))
-    return alone, watched(model, compiled, shard, num_shards)
+    found = watched(model, compiled, shard, num_shards)
+    assert everyone(str(found)) == [str(found)] * 2
+    assert_same(found, alone, 2)
+    assert len({str(each) for each in found[1]}) == 3
+    assert len(found[3]) == len(alone[3]) > 0
+    assert set(alone[4]) <= set(found[4])
 
 
-@pytest.mark.exhaustive
-def test_a_schedule_and_a_monitor_act_in_the_same_step_on_all_ranks():
-    results = run_on_ranks(scheduled, 2)
-    assert str(results[0]) == str(results[1])
-    (losses, quantized, amaxes, logged, names), found = results[0]
-    assert found[0] == pytest.approx(losses, rel=RESHARDED_LOSS)
-    assert found[1] == quantized
-    assert len({str(each) for each in quantized}) == 3
-    assert_same_amaxes(found[2], amaxes, 2)
-    assert len(found[3]) == len(logged) > 0
-    assert set(names) <= set(found[4])
-
-
-def boundaries(rank):
-    """Whether each step ran in FP8; ranks agree at boundaries behind which none of them has trained."""
+@on_ranks(2)
+def test_a_boundary_without_training_is_no_step(rank):
+    """Ranks agree at boundaries behind which none of them has trained: each step runs in FP8 until two have passed."""
     model = mlp()
     compiled = fp8_compile(model, DELAYED, backend="aot_eager", step="manual", schedule={2: {"*": None}})
-    view, x, found = state(compiled), torch.randn(16, 64), []
-    for _ in range(3):
+    view, x = state(compiled), torch.randn(16, 64)
+    for is_in_fp8 in (True, True, False):
         out = compiled(x)
-        found.append(not torch.equal(out, model(x)))
+        assert torch.equal(out, model(x)) != is_in_fp8
         out.sum().backward()
         for _ in range(3):
             view.step()
-    return found
-
-
-def test_a_boundary_without_training_is_no_step():
-    assert run_on_ranks(boundaries, 2) == [[True, True, False]] * 2
 
 
 # -- groups made again
@@ -166,63 +156,56 @@ def make_again(rank, store):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
-def in_groups_made_again(rank):
-    model, compiled = serial(DELAYED)
-    compiled_alone, optimizer = compiled, torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = train(compiled_alone, None, range(STEPS), 0, 1, optimizer), histories(compiled_alone)
-    torch._dynamo.reset()
-    store, found = dist.distributed_c10d._get_default_store(), []
-    model = seeded()
-    compiled, optimizer = compiler(DELAYED)(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):  # the compiled model goes on, without DDP, which keeps the group that it was made in
-        make_again(rank, dist.PrefixStore(f"{step}", store))
-        found += train(compiled, None, range(step, step + 1), 0, 1, optimizer)
-    torch._dynamo.reset()
-    new = seeded()
-    new_compiled, shard, num_shards = spread(new, "ddp", compiler(DELAYED))
-    new_losses = train(new_compiled, None, range(STEPS), shard, num_shards, torch.optim.SGD(new.parameters(), lr=0.1))
-    return losses, (found, histories(compiled)), (new_losses, histories(new_compiled))
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.exhaustive
-def test_training_goes_on_in_groups_made_again():
-    results = run_on_ranks(in_groups_made_again, 2, fresh=True)
-    assert results[0] == results[1]
-    (losses, amaxes), again, (new_losses, new_amaxes) = results[0]
-    assert again == (losses, amaxes), "every rank has the whole batch"
-    assert new_losses == pytest.approx(losses, rel=RESHARDED_LOSS)
-    assert_same_amaxes(new_amaxes, amaxes, 2)
+@on_ranks(2, fresh=True)
+def test_training_goes_on_in_groups_made_again(rank):
+    model, compiled = serial(DELAYED)
+    alone = train(compiled, None, range(STEPS), 0, 1, sgd(model)), gemms(compiled), histories(compiled)
+    torch._dynamo.reset()
+    store, losses = dist.distributed_c10d._get_default_store(), []
+    model = seeded()
+    compiled, optimizer = compiler(DELAYED)(model), sgd(model)
+    for step in range(STEPS):  # the compiled model goes on, without DDP, which keeps the group that it was made in
+        make_again(rank, dist.PrefixStore(f"{step}", store))
+        losses += train(compiled, None, range(step, step + 1), 0, 1, optimizer)
+    assert (losses, gemms(compiled), histories(compiled)) == alone, "every rank has the whole batch"
+    torch._dynamo.reset()
+    new = seeded()
+    compiled, *shards = spread(new, "ddp", compiler(DELAYED))
+    found = train(compiled, None, range(STEPS), *shards, sgd(new)), gemms(compiled), histories(compiled)
+    assert everyone(found) == [found] * 2
+    assert_same(found, alone, 2)
 
 
-def numbers_of_groups(rank):
+@on_ranks(2, fresh=True)
+def test_a_group_made_again_is_never_taken_for_an_earlier_one(rank):
+    """Python gives the `id` of a destroyed group to a later one, on one rank and not on another."""
     store, numbers = dist.distributed_c10d._get_default_store(), []
     for again in range(30):
         make_again(rank, dist.PrefixStore(f"{again}", store))
         numbers.append(ranks._default_group())
         assert ranks._default_group() == numbers[-1]
-    return numbers
-
-
-def test_a_group_made_again_is_never_taken_for_an_earlier_one():
-    """Python gives the `id` of a destroyed group to a later one, on one rank and not on another."""
-    assert all(len(set(numbers)) == 30 for numbers in run_on_ranks(numbers_of_groups, 2, fresh=True))
+    assert len(set(numbers)) == 30
 
 
 # -- sequences that the ranks do not divide
 
 
-def uneven(rank):
+@pytest.mark.exhaustive
+@on_ranks(2, group_timeout=20, fresh=True)
+def test_uneven_sequences_of_sequence_parallelism(rank):
     """15 tokens on two ranks; between modules activations stay DTensors, as torch needs them there."""
-    models.TOKENS, found = 15, []
+    models.TOKENS = 15
     for recipe in (*RECIPES, "rowwise"):
         model, compiled = serial(recipe)
         alone = train(compiled, model.parameters(), range(STEPS), 0, 1), gemms(compiled), histories(compiled)
         torch._dynamo.reset()
         model, stays = seeded(), {"use_local_output": False}
-        into, out = (
-            ColwiseParallel(input_layouts=Shard(1), **stays),
-            RowwiseParallel(output_layouts=Shard(1), **stays),
-        )
+        into, out = ColwiseParallel(input_layouts=Shard(1), **stays), RowwiseParallel(output_layouts=Shard(1), **stays)
         plan = {
             "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **stays),
             "layers.*.norm": SequenceParallel(**stays),
@@ -234,20 +217,10 @@ def uneven(rank):
         }
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
         compiled = compiler(recipe)(model)
-        losses = train(compiled, model.parameters(), range(STEPS), 0, 1)
+        found = train(compiled, model.parameters(), range(STEPS), 0, 1), gemms(compiled), histories(compiled)
         moves = [(g.tensor, g.quantized) for graph in inspect(compiled).graphs for g in graph.gathers]
-        found.append((alone, (losses, gemms(compiled), histories(compiled), moves)))
-    return found
-
-
-@pytest.mark.exhaustive
-def test_uneven_sequences_of_sequence_parallelism():
-    results = run_on_ranks(uneven, 2, group_timeout=20, fresh=True)
-    assert results[0] == results[1], "ranks that pad their shard gather as often as the others"
-    for (losses, quantized, amaxes), (same, also, amaxes_too, moves) in results[0]:
-        assert same == pytest.approx(losses, rel=RESHARDED_LOSS)
-        assert also == quantized
-        assert_same_amaxes(amaxes_too, amaxes, 1)
+        assert everyone((found, moves)) == [(found, moves)] * 2, "ranks that pad their shard gather as often as the others"
+        assert_same(found, alone, 1)
         assert [name for name, _ in moves].count("layers.0.gate:input") == 1
 
 
@@ -360,32 +333,25 @@ def experts_of(rank, kind, recipe, size):
     return outputs, gradients, histories(compiled), gemms(compiled)
 
 
-def exchanged(rank, kinds):
-    return [[experts_of(rank, kind, recipe, size) for size in (1, RANKS)] for kind in kinds for recipe in (DELAYED, "rowwise")]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_to_all_single is deprecated")
-def test_an_all_to_all_of_experts():
+@on_ranks(RANKS)
+def test_an_all_to_all_of_experts(rank):
     """Experts that are linears equal those of one rank bit for bit. Grouped ones share their input's scale over a rank."""
-    kinds = ("grouped", "linears", "broken graph")
-    for rank, every in enumerate(run_on_ranks(exchanged, RANKS, kinds)):
-        rows, experts = slice(TOKENS * rank, TOKENS * (rank + 1)), range(LOCAL * rank, LOCAL * (rank + 1))
-        names = {f"experts.{e}:": f"experts.{e - experts.start}:" for e in experts}
-        for i, ((outputs, gradients, amaxes, quantized), found) in enumerate(every):
-            is_close = is_near if i == 0 else torch.equal
-            assert all(is_close(whole[rows], part) for whole, part in zip(outputs, found[0], strict=True))
-            for (*whole, x), (*part, own_x) in zip(gradients, found[1], strict=True):
-                whole = whole[experts.start : experts.stop] if i >= 2 else [whole[0][experts.start : experts.stop]]
-                assert all(is_close(w, p) for w, p in zip([*whole, x[rows]], [*part, own_x], strict=True))
-            assert {role for _, role in found[3]} == {"output", "grad_input", "grad_weight"}
-            assert found[3] <= quantized
-            if i == 2 or i == 4:
-                own = {
-                    new + n.removeprefix(old): v for n, v in amaxes.items() for old, new in names.items() if n.startswith(old)
-                }
-                assert found[2] == own
-                assert len(own) == 3 * LOCAL
+    rows, experts = slice(TOKENS * rank, TOKENS * (rank + 1)), range(LOCAL * rank, LOCAL * (rank + 1))
+    names = {f"experts.{e}:": f"experts.{e - experts.start}:" for e in experts}
+    for kind, recipe in itertools.product(("grouped", "linears", "broken graph"), (DELAYED, "rowwise")):
+        (outputs, gradients, amaxes, quantized), found = (experts_of(rank, kind, recipe, size) for size in (1, RANKS))
+        is_close = is_near if (kind, recipe) == ("grouped", DELAYED) else torch.equal
+        assert all(is_close(whole[rows], part) for whole, part in zip(outputs, found[0], strict=True))
+        for (*whole, x), (*part, own_x) in zip(gradients, found[1], strict=True):
+            whole = [whole[0][experts.start : experts.stop]] if kind == "grouped" else whole[experts.start : experts.stop]
+            assert all(is_close(w, p) for w, p in zip([*whole, x[rows]], [*part, own_x], strict=True))
+        assert {role for _, role in found[3]} == {"output", "grad_input", "grad_weight"}
+        assert found[3] <= quantized
+        if kind != "grouped" and recipe is DELAYED:
+            own = {new + n.removeprefix(old): v for n, v in amaxes.items() for old, new in names.items() if n.startswith(old)}
+            assert found[2] == own
+            assert len(own) == 3 * LOCAL
 
 
 def is_near(a, b):

@@ -1,7 +1,5 @@
 """Warm starts on two ranks that share a cache: each way to spread a model hits on its second start, or says why not."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -16,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect
 from tests.distributed import models
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import on_ranks
 from tests.support.models import ResidualMlp
+from tests.support.training import same
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive]
 
@@ -77,44 +76,44 @@ WAYS = {
 }
 
 
-def starts(rank, way, folder):
-    """The uses of the cache in two starts, and whether the second gave the same numbers and table."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+def numbers_of(compiled, model, rank):
+    """Outputs and gradients of three steps."""
+    torch.manual_seed(1 + rank)
     found = []
+    for _ in range(3):
+        out = compiled(torch.randn(16, 64))
+        out.square().sum().backward()
+        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        found += [out.detach().clone(), *(g.clone() for g in grads)]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@on_ranks(2, fresh=True)
+def test_two_ranks_share_a_cache_and_hit_on_their_second_start(rank, way, tmp_path):
+    """With the same numbers and the same table."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    make, expected = WAYS[way]
+    uses, found = [], []
     with functorch_config.patch(enable_autograd_cache=True):
         for _ in range(2):
             torch._dynamo.reset()
             torch.manual_seed(0)
             mesh = init_device_mesh("cpu", (2,))
-            model = nn.Sequential(*(ResidualMlp() for _ in range(2)))
-            compiled, model = WAYS[way][0](model, mesh)
-            torch.manual_seed(1 + rank)
-            numbers = []
-            for _ in range(3):
-                out = compiled(torch.randn(16, 64))
-                out.square().sum().backward()
-                grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-                numbers += [out.detach().clone(), *(g.clone() for g in grads)]
-                model.zero_grad()
-            table = inspect(compiled).to_dict()
-            found.append((set(inspect(compiled).cache.values()), numbers, table["gemms"]))
-    (first, a, table), (second, b, other) = found
-    return first, second, all(map(torch.equal, a, b)) and len(a) == len(b), table == other
+            compiled, model = make(nn.Sequential(*(ResidualMlp() for _ in range(2))), mesh)
+            numbers, seen = numbers_of(compiled, model, rank), inspect(compiled)
+            uses.append(set(seen.cache.values()))
+            found.append((numbers, seen.to_dict()["gemms"]))
+    assert uses[1] == {expected}
+    assert uses[0] <= {"miss", "hit", DDP}, "a rank may find what the other has just written"
+    assert same(*found)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_two_ranks_share_a_cache_and_hit_on_their_second_start(way, tmp_path):
-    expected = WAYS[way][1]
-    for first, second, is_equal, same_table in run_on_ranks(starts, 2, way, str(tmp_path), fresh=True):
-        assert second == {expected}
-        assert first <= {"miss", "hit", DDP}  # a rank may find what the other has just written
-        assert is_equal
-        assert same_table
-
-
-def uses_by_group(rank, folder):
-    """The uses of the cache in starts with one amax_reduction_group after the other."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+@on_ranks(2, fresh=True)
+def test_other_ranks_of_the_amax_reduction_group_miss(rank, tmp_path):
+    """In starts with one group after the other."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     alone = [dist.new_group([r]) for r in range(2)][rank]
     found = []
     with functorch_config.patch(enable_autograd_cache=True):
@@ -125,10 +124,5 @@ def uses_by_group(rank, folder):
             for _ in range(2):
                 compiled(torch.randn(16, 64)).square().sum().backward()
             found.append(set(inspect(compiled).cache.values()))
-    return found
-
-
-def test_other_ranks_of_the_amax_reduction_group_miss(tmp_path):
-    for first, *rest in run_on_ranks(uses_by_group, 2, str(tmp_path), fresh=True):
-        assert first <= {"miss", "hit"}, "a rank may find what the other has just written"
-        assert rest == [{"hit"}, {"miss"}, {"hit"}]
+    assert found[0] <= {"miss", "hit"}, "a rank may find what the other has just written"
+    assert found[1:] == [{"hit"}, {"miss"}, {"hit"}]

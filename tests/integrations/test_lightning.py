@@ -122,16 +122,12 @@ def test_twelve_steps_equal_six_and_six(run, tmp_path):
     assert_same_tensors(state(rest).state_dict(), state(whole).state_dict())
 
 
-def test_checkpoints_are_the_plain_models(run):
+def test_checkpoints_are_the_plain_models_and_modules_share_a_state_with_its_paths(run):
     folder, whole, _ = run
     assert list(whole.state_dict()) == list(Language().state_dict())
     plain = Language.load_from_checkpoint(folder / "step=12.ckpt")
     assert_same_tensors(plain.state_dict(), whole.state_dict())
-
-
-def test_modules_share_a_state_with_the_lightning_modules_paths(run):
-    _, whole, _ = run
-    assert {g.module for g in inspect(whole).gemms if g.quantized} == {"model.up", "model.down"}  # not the head
+    assert {g.module for g in inspect(whole).gemms if g.quantized} == {"model.up", "model.down"}, "not the head"
     assert "model.up:weight" in state(whole).tensors
     assert num_updates(whole.model) == 12
 

@@ -41,45 +41,36 @@ def callback(recipe=RECIPE, rules=None, **options):
 SCHEDULE = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
 
 
-@pytest.fixture(scope="module", params=[True], ids=["bf16"])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """Six steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
-    folder = tmp_path_factory.mktemp("run")
-    options = {**SCHEDULE, "bf16": request.param}
+    folder, options = tmp_path_factory.mktemp("run"), {**SCHEDULE, "bf16": True}
     whole = trainer(folder, callback(), **options)
     whole.train()
     return folder, whole, options
 
 
-def test_six_steps_equal_three_and_three(run, tmp_path):
+def losses_of_evaluations(trainer):
+    return {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+
+
+def test_six_steps_equal_three_and_three_and_checkpoints_are_the_plain_models(run, tmp_path):
+    """All linears but the head run in FP8, and a step spans the micro-batches of an optimizer step."""
     folder, whole, options = run
-    rest = trainer(tmp_path, callback(), **options)
-    rest.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    assert_same_tensors(rest.model.state_dict(), whole.model.state_dict())
-    assert_same_tensors(state(rest.model).state_dict(), state(whole.model).state_dict())
-    assert_same_tensors(load_file(tmp_path / "checkpoint-6" / FILE), load_file(folder / "checkpoint-6" / FILE))
-    assert [log for log in rest.state.log_history if "eval_loss" in log][-1]["eval_loss"] == (
-        [log for log in whole.state.log_history if "eval_loss" in log][-1]["eval_loss"]
-    )
-
-
-def test_checkpoints_are_the_plain_models(run):
-    folder, whole, _ = run
+    gemms, view = inspect(whole.model).gemms, state(whole.model)
+    assert {g.module for g in gemms if not g.quantized} == {"lm_head"}
+    assert len({g.module for g in gemms if g.quantized}) == 7
+    assert num_updates(whole.model) == 6
+    assert view.amax_history("model.layers.0.mlp.up_proj:weight")[0] == 0
     assert list(whole.model.state_dict()) == list(llama().state_dict())
     plain = LlamaForCausalLM.from_pretrained(folder / "checkpoint-6")
     assert_same_tensors(plain.state_dict(), whole.model.state_dict())
-
-
-def test_a_step_spans_the_micro_batches_of_an_optimizer_step(run):
-    _, whole, _ = run
-    assert num_updates(whole.model) == 6
-    assert state(whole.model).amax_history("model.layers.0.mlp.up_proj:weight")[0] == 0
-
-
-def test_all_linears_but_the_head_run_in_fp8(run):
-    gemms = inspect(run[1].model).gemms
-    assert {g.module for g in gemms if not g.quantized} == {"lm_head"}
-    assert len({g.module for g in gemms if g.quantized}) == 7
+    rest = trainer(tmp_path, callback(), **options)
+    rest.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    assert_same_tensors(rest.model.state_dict(), whole.model.state_dict())
+    assert_same_tensors(state(rest.model).state_dict(), view.state_dict())
+    assert_same_tensors(load_file(tmp_path / "checkpoint-6" / FILE), load_file(folder / "checkpoint-6" / FILE))
+    assert losses_of_evaluations(rest)[6] == losses_of_evaluations(whole)[6]
 
 
 @pytest.mark.parametrize(
@@ -97,17 +88,11 @@ def test_another_recipe_is_refused_on_resume(run, tmp_path, other, rules, messag
         trainer(tmp_path, callback(other, rules), **run[2]).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_the_table_is_printed_once(tmp_path, capsys):
-    short = trainer(tmp_path, callback("current"), max_steps=2)
-    short.train()
-    out = capsys.readouterr().out
-    assert out.count("GEMMs run in FP8") == 1
-    short.train()
-    assert "GEMMs run in FP8" not in capsys.readouterr().out
-
-
-def test_only_the_model_is_saved_if_asked_for(tmp_path):
-    trainer(tmp_path, callback(), max_steps=1, save_steps=1, save_only_model=True).train()
+def test_the_table_is_printed_once_and_only_the_model_is_saved_if_asked_for(tmp_path, capsys):
+    short = trainer(tmp_path, callback("current"), max_steps=1, save_steps=1, save_only_model=True)
+    for num_tables in (1, 0):
+        short.train()
+        assert capsys.readouterr().out.count("GEMMs run in FP8") == num_tables
     assert FILE not in os.listdir(tmp_path / "checkpoint-1")
 
 
@@ -242,12 +227,16 @@ def test_the_monitors_numbers_go_to_the_reporters(tmp_path):
 
 
 def test_a_callback_takes_over_what_is_compiled_alike(tmp_path):
+    """And what no Trainer has run."""
     model = llama()
-    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
-    first = state(model)
-    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
-    assert num_updates(model) == 4
-    assert state(model).tensors == first.tensors
+    trainer(tmp_path, callback("current"), model=model)
+    tensors = []
+    for turn in range(2):
+        trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
+        assert num_updates(model) == 2 * (turn + 1)
+        tensors.append(state(model).tensors)
+    assert tensors[0] == tensors[1]
+    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"delayed"}
     by_hand = fp8_compile(llama(), RECIPE, backend="aot_eager", in_place=True)
     trainer(tmp_path, callback(print_table=False), model=by_hand, max_steps=2).train()
     assert num_updates(by_hand) == 2
@@ -271,13 +260,6 @@ def test_a_callback_with_other_arguments_names_them_and_the_way_out(tmp_path, ot
     trainer(tmp_path, other(), model=model, max_steps=1).train()
 
 
-def test_a_model_that_no_trainer_has_run_is_free(tmp_path):
-    model = llama()
-    trainer(tmp_path, callback("current"), model=model)
-    trainer(tmp_path, callback(print_table=False), model=model, max_steps=1).train()
-    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"delayed"}
-
-
 def test_a_callback_serves_several_models_in_turn(tmp_path):
     shared, models = callback(print_table=False, monitor=1), [llama(), llama()]
     for turn in range(2):
@@ -285,27 +267,21 @@ def test_a_callback_serves_several_models_in_turn(tmp_path):
             trainer(tmp_path, shared, model=model, max_steps=2).train()
             assert num_updates(model) == 2 * (turn + 1)
     assert_same_tensors(*(state(model).state_dict() for model in models))
-
-
-def test_steps_end_by_themselves_after_training(tmp_path):
-    model = llama()
-    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
     tokens = torch.stack([row["input_ids"] for row in token_data(4)])
-    for _ in range(3):
+    for _ in range(3):  # steps end by themselves after training; the third has not ended
         model(input_ids=tokens, labels=tokens).loss.backward()
-    assert num_updates(model) == 2 + 2  # the third step has not ended
+    assert num_updates(model) == 4 + 2
 
 
 def test_an_evaluation_in_a_fresh_process_runs_in_fp8_with_the_state_of_its_checkpoint(run, tmp_path):
     folder, whole, options = run
-    losses = {log["step"]: log["eval_loss"] for log in whole.state.log_history if "eval_loss" in log}
     model = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3")
     fresh = trainer(tmp_path, callback(print_table=False), model=model, bf16=options["bf16"])
-    assert fresh.evaluate()["eval_loss"] == losses[3]
+    assert fresh.evaluate()["eval_loss"] == losses_of_evaluations(whole)[3]
     assert any(g.quantized for g in inspect(model).gemms)
     fresh.predict(token_data(4))
     fresh.train()
-    assert_same_tensors({"x": torch.tensor(len(state(model).tensors))}, {"x": torch.tensor(len(state(whole.model).tensors))})
+    assert len(state(model).tensors) == len(state(whole.model).tensors)
 
 
 def test_a_training_that_an_error_ended_is_followed_by_another(tmp_path):
