@@ -22,14 +22,14 @@ import argparse
 import copy
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common import main
+from benchmarks.common import Run, main
 from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from examples.train_gpt import GPT, batches, learning_rate, standard_library
@@ -60,9 +60,12 @@ def final_loss(model: Any, call: Any, args: argparse.Namespace, seed: int) -> fl
     return statistics.fmean(losses[-_TAIL:])
 
 
-def _begin(bench: Bench, sizes: dict[str, int], steps: int, lr: float) -> argparse.Namespace:
-    bench.baseline, bench.keeps_rows = "float32, eager, the same weights and batches", True
-    return argparse.Namespace(**sizes, steps=3 if bench.quick else steps, lr=lr, device="cpu")
+def _training(bench: Bench, given: argparse.Namespace, sizes: dict[str, int], steps: int) -> argparse.Namespace:
+    """The arguments of `examples/train_gpt.py`; `steps` by default, and three in a smoke run."""
+    bench.baseline = "float32, eager, the same weights and batches"
+    steps = 3 if bench.quick else given.steps or steps
+    bench.notes.append(f"final loss: mean of the last {_TAIL} of {steps} steps; {sizes}, AdamW, Python's library")
+    return argparse.Namespace(**sizes, steps=steps, lr=given.lr, device="cpu")
 
 
 def _gpt_loss(
@@ -84,29 +87,24 @@ def _gpt_loss(
     return final_loss(model, call, args, seed)
 
 
-def saved(
-    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
-) -> Iterable[Row]:
+def saved(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     """`quick`: three steps."""
-    args = _begin(bench, _SIZES, steps or 600, lr)
+    args = _training(bench, given, _SIZES, 600)
     bench.baseline = "the same run without saved_activations"
 
     def row(what: str, recipe: str | None, seed: int, plain: float, option: str | None, rounds_weights: bool) -> Row:
-        found = _gpt_loss(args, seed, recipe, backend, option, rounds_weights)
+        found = _gpt_loss(args, seed, recipe, given.backend, option, rounds_weights)
         return {"what": what, "final loss": found, "without": plain, "difference %": 100 * (found / plain - 1)}
 
-    def rows() -> Iterator[Row]:
-        for seed, recipe in itertools.product(seeds, (None, *(recipes or RECIPES))):
-            run = f"{args.steps} steps, seed {seed}, lr {lr:g}"
-            plain = bench(f"{recipe}, {run}", _gpt_loss, args, seed, recipe, backend)
-            if plain is not None:
-                what = f"{recipe} with saved_activations, {run}"
-                yield from bench.row(what, row, what, recipe, seed, plain, "fp8", False)
-                # The difference that any perturbation makes: smaller ones tell nothing.
-                what = f"{recipe} with its first weights rounded to bfloat16, {run}"
-                yield from bench.row(what, row, what, recipe, seed, plain, None, True)
-
-    return rows()
+    for seed, recipe in itertools.product(given.seeds, (None, *(given.recipes or RECIPES))):
+        run = f"{args.steps} steps, seed {seed}, lr {given.lr:g}"
+        plain = bench(f"{recipe}, {run}", _gpt_loss, args, seed, recipe, given.backend)
+        if plain is not None:
+            what = f"{recipe} with saved_activations, {run}"
+            yield from bench.row(what, row, what, recipe, seed, plain, "fp8", False)
+            # The difference that any perturbation makes: smaller ones tell nothing.
+            what = f"{recipe} with its first weights rounded to bfloat16, {run}"
+            yield from bench.row(what, row, what, recipe, seed, plain, None, True)
 
 
 #: The rules of a run with `saved_activations`.
@@ -138,51 +136,40 @@ def _gradients(seed: int, recipe: str | None, rules: dict[str, str | None] | Non
     return float(10 * torch.log10(signal / noise)), sum(g.saved_bytes for g in inspect(compiled).graphs)
 
 
-def gradients(
-    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
-) -> Iterable[Row]:
+def gradients(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     """`quick`: one seed."""
-    bench.baseline, bench.keeps_rows = "float64, eager, the same weights and batch", True
+    bench.baseline = "float64, eager, the same weights and batch"
 
     def row(what: str, seed: int, recipe: str | None, plain: float, rules: dict[str, str | None], saved_bytes: int) -> Row:
-        found, saves = _gradients(seed, recipe, rules, backend)
+        found, saves = _gradients(seed, recipe, rules, given.backend)
         return {"what": what, "dB": found, "lost dB": plain - found, "saved bytes / bf16": saves / saved_bytes}
 
-    def rows() -> Iterator[Row]:
-        for seed in seeds[:1] if bench.quick else seeds:
-            plain = bench(f"bf16, seed {seed}", _gradients, seed, None, None, backend)
-            for recipe in () if plain is None else (None, *(recipes or RECIPES)):
-                without = bench(f"{recipe}, seed {seed}", _gradients, seed, recipe, None, backend)
-                if without is not None:
-                    about = {"dB": without[0], "saved bytes / bf16": without[1] / plain[1]}
-                    yield {"what": f"{recipe or 'bf16'}, seed {seed}", "lost dB": None} | about
-                    for name, rules in _SAVED_RULES.items():
-                        what = f"{recipe or 'bf16'} with saved_activations, {name}, seed {seed}"
-                        yield from bench.row(what, row, what, seed, recipe, without[0], rules, plain[1])
-
-    return rows()
+    for seed in given.seeds[:1] if bench.quick else given.seeds:
+        plain = bench(f"bf16, seed {seed}", _gradients, seed, None, None, given.backend)
+        for recipe in () if plain is None else (None, *(given.recipes or RECIPES)):
+            without = bench(f"{recipe}, seed {seed}", _gradients, seed, recipe, None, given.backend)
+            if without is not None:
+                about = {"dB": without[0], "saved bytes / bf16": without[1] / plain[1]}
+                yield {"what": f"{recipe or 'bf16'}, seed {seed}", "lost dB": None} | about
+                for name, rules in _SAVED_RULES.items():
+                    what = f"{recipe or 'bf16'} with saved_activations, {name}, seed {seed}"
+                    yield from bench.row(what, row, what, seed, recipe, without[0], rules, plain[1])
 
 
-def defaults(
-    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
-) -> Iterable[Row]:
-    """`quick`: three steps."""
-    args = _begin(bench, _SIZES, steps or 150, lr)
-    bench.notes.append(f"final loss: mean of the last {_TAIL} steps; {_SIZES}, AdamW, tied head, Python's library")
+def defaults(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    """`quick`: three steps. With a tied head."""
+    args = _training(bench, given, _SIZES, 150)
 
     def row(what: str, recipe: str, seed: int, base: float) -> Row:
-        found = _gpt_loss(args, seed, recipe, backend)
+        found = _gpt_loss(args, seed, recipe, given.backend)
         bounds = {"difference %": 100 * (found / base - 1), "bound %": _BOUND_PERCENT}
-        return {"what": what, "final loss": found, "float32": base, **bounds, "backend": backend}
+        return {"what": what, "final loss": found, "float32": base, **bounds, "backend": given.backend}
 
-    def rows() -> Iterator[Row]:
-        for seed in seeds:
-            base = bench(f"float32, {args.steps} steps, seed {seed}, lr {lr:g}", _gpt_loss, args, seed)
-            for recipe in () if base is None else recipes or RECIPES:
-                what = f"{recipe}, {args.steps} steps, seed {seed}, lr {lr:g}"
-                yield from bench.row(what, row, what, recipe, seed, base)
-
-    return rows()
+    for seed in given.seeds:
+        run = f"{args.steps} steps, seed {seed}, lr {given.lr:g}"
+        base = bench(f"float32, {run}", _gpt_loss, args, seed)
+        for recipe in () if base is None else given.recipes or RECIPES:
+            yield from bench.row(f"{recipe}, {run}", row, f"{recipe}, {run}", recipe, seed, base)
 
 
 class Planted(nn.Linear):
@@ -200,44 +187,39 @@ class Planted(nn.Linear):
         return F.linear(x * self.keep + self.offset, self.weight, self.bias) - (self.weight * self.offset).sum(1)
 
 
-def outlier(
-    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, value: float
-) -> Iterable[Row]:
+def outlier(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     """`quick`: three steps."""
-    args = _begin(bench, _SMALLER, steps or 300, lr)
-    bench.notes.append(f"final loss: mean of the last {_TAIL} of {args.steps} steps; {_SMALLER}, AdamW, Python's library")
+    args = _training(bench, given, _SMALLER, 300)
 
     def row(what: str, model: Any, recipe: str | None, rules: Any, seed: int) -> Row:
         torch._dynamo.reset()
-        call = model if recipe is None else fp8_compile(model, recipe, rules=rules, backend=backend)
+        call = model if recipe is None else fp8_compile(model, recipe, rules=rules, backend=given.backend)
         loss = final_loss(model, call, args, seed)
         gemms = [] if recipe is None else inspect(call).gemms
         flops, quantized = (sum(g.flops or 0 for g in gemms if g.quantized or not only) for only in (False, True))
         return {"what": what, "final loss": loss, "FLOPs in FP8 %": 100 * quantized / (flops or 1)}
 
-    def rows_of(seed: int, recipe: str) -> Iterator[Row]:
+    for seed, recipe in itertools.product(given.seeds, given.recipes or ("current",)):
         torch.manual_seed(seed)
         model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=False)
         place = _PLACES[seed % len(_PLACES)]
-        if value:
+        if given.value:
             linear = model.get_submodule(place)
             linear.__class__ = Planted
-            linear.plant(3, value)
+            linear.plant(3, given.value)
         batch = next(batches(standard_library()[0], args, seed))
         torch._dynamo.reset()
-        suggested = suggest_rules(model, lambda m: m(*batch), recipe, 1 - _SHARE, checks=0)
-        of_place = {"outlier": place if value else "none", "ranked first": suggested.gemms[0].module}
+        suggested = suggest_rules(model, lambda m, batch=batch: m(*batch), recipe, 1 - _SHARE, checks=0)
+        of_place = {"outlier": place if given.value else "none", "ranked first": suggested.gemms[0].module}
         for name, runs_in, rules in (
             ("float32", None, None),
             ("FP8 everywhere", recipe, None),
             ("last_blocks", recipe, last_blocks(model, _SHARE)),
             ("suggest_rules", recipe, suggested),
         ):
-            what = f"{name}, {recipe}, outlier {value:g}, seed {seed}"
+            what = f"{name}, {recipe}, outlier {given.value:g}, seed {seed}"
             for made in bench.row(what, row, what, copy.deepcopy(model), runs_in, rules, seed):
                 yield made | of_place
-
-    return (made for seed in seeds for recipe in recipes or ("current",) for made in rows_of(seed, recipe))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +231,17 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value", type=float, default=1000.0, help="the outlier; 0 plants none")
 
 
-PARTS = {"defaults": defaults, "saved": saved, "gradients": gradients, "outlier": outlier}
+def _keeping(part: Callable[[Bench, argparse.Namespace], Iterator[Row]]) -> Run:
+    """A part whose results keep the rows of earlier runs."""
+
+    def run(bench: Bench, **given: Any) -> Iterator[Row]:
+        bench.keeps_rows = True
+        return part(bench, argparse.Namespace(**given))
+
+    return run
+
+
+PARTS = {part.__name__: _keeping(part) for part in (defaults, saved, gradients, outlier)}
 
 if __name__ == "__main__":
     main("accuracy", PARTS, _options)

@@ -38,16 +38,8 @@ TORCHAO_ROW_WISE = dict(
 # torchao, dynamic tensor-wise scaling, H100, the same module with M = K = N: column fp8_dyn_sp in the message of commit
 # dec031314, https://github.com/pytorch/ao/pull/940. (The tensor-wise table over M, K and N in torchao's documentation is an
 # image outside its repository: https://github.com/user-attachments/assets/e46c671a-ed35-41b4-b17c-50caf1629ecb.)
-TORCHAO_TENSOR_WISE = {
-    (256,) * 3: 0.465634,
-    (512,) * 3: 0.489556,
-    (1024,) * 3: 0.734123,
-    (2048,) * 3: 0.815678,
-    (4096,) * 3: 1.236320,
-    (8192,) * 3: 1.432213,
-    (16384,) * 3: 1.803456,
-    (32768,) * 3: 1.696376,
-}
+_TENSOR_WISE = (0.465634, 0.489556, 0.734123, 0.815678, 1.236320, 1.432213, 1.803456, 1.696376)
+TORCHAO_TENSOR_WISE = {(256 * 2**i,) * 3: speedup for i, speedup in enumerate(_TENSOR_WISE)}
 
 # torchao's filter for tensor-wise scaling, drawn from that table, leaves a Linear in bfloat16 if K <= 4096 and N <= 1024 at any
 # M: https://github.com/pytorch/ao/blob/36027d82d/torchao/float8/float8_linear_utils.py (_auto_filter_for_tensorwise).

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-import lowering
 from benchmarks.common import has_gpu, main
 from benchmarks.contestants import steady
 from benchmarks.isolation import Bench, Row
@@ -34,7 +33,7 @@ _ROUNDS = 15
 CALL_GOAL_US, _STATE_GOAL_US, _MANY_GOAL_US, _TRAINING_GOAL_US, _BOUNDARY_GOAL_US = 8.0, 15.0, 25.0, 40.0, 2000.0
 _MANY = 1000
 _NUM_BLOCKS = (1, 16, 64)
-#: Of a blockwise GEMM, over an operation in Python that computes nothing; of others, over torch's per-tensor one.
+#: Of deciding a GEMM, over torch's per-tensor one.
 _DECISION_GOAL_US = 5.0
 _NOTHING = "nothing"
 
@@ -206,39 +205,16 @@ def _fp8_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
     yield from _compared(functions, max(1, repeat // 5), bench, {}, f"plain torch.compile, {suffix}")
 
 
-def _blockwise_decision(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """Host time of the checks before a blockwise GEMM, which computes nothing here."""
-    name, plain = "blockwise GEMM, bench and decision", "an operation in Python"
-    quantized = [
-        lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)
-        for n, granularity in ((128, "block_1x128"), (256, "block_128x128"))
-    ]
-    (a, scale_a), (b, scale_b) = quantized
-    how = {"granularity_a": "block_1x128", "granularity_b": "block_128x128", "out_dtype": torch.bfloat16}
-    gemm.IMPLEMENTATIONS[_NOTHING] = lambda given: lambda a, *others: a
-    library = torch.library.Library("overhead", "DEF")
-    schema = str(torch.ops.lowering.scaled_mm.default._schema).partition("(")[2]
-    library.define(f"nothing({schema}")
-    library.impl("nothing", lambda a, *others, **options: a, "CompositeExplicitAutograd")
-    try:
-        functions = {
-            plain: functools.partial(torch.ops.overhead.nothing, a, b.t(), scale_a, scale_b, **how),
-            name: functools.partial(torch.ops.lowering.scaled_mm, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING),
-        }
-        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
-        yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
-    finally:
-        del gemm.IMPLEMENTATIONS[_NOTHING]
-
-
-def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """Host time of the checks before other GEMMs, which compute nothing here."""
+def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """Host time of the checks before GEMMs, which compute nothing here."""
     if not triton_available():
         return
     (a, b), (line_a, line_b) = _fp8(device, (16, 32), (32, 32)), (torch.ones(n, 1, device=device) for n in (16, 32))
     experts, bias = _fp8(device, (2, 32, 32))[0], torch.randn(32, device=device).bfloat16()
+    lines, tiles = torch.ones(1, 16, device=device), torch.ones(1, 4, device=device)
     one, ends = torch.ones((), device=device), torch.tensor([8, 16], dtype=torch.int32, device=device)
     to_bf16 = {"out_dtype": torch.bfloat16}
+    squares = {**to_bf16, "granularity_a": "block_1x128", "granularity_b": "block_128x128", "implementation": _NOTHING}
     rows, blocks = ({**to_bf16, "granularity_a": kind, "granularity_b": kind} for kind in ("row_wise", "block_1x32"))
     plain = "torch._scaled_mm, without a computation"
 
@@ -249,6 +225,7 @@ def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterato
         mock.patch.object(torch, "_scaled_mm", nothing),
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.dict(gemm.IMPLEMENTATIONS, {_NOTHING: lambda given: nothing}),
         mock.patch.object(mx_gemm, "decided", return_value=nothing),
         mock.patch.object(mx, "check_scales"),
         mock.patch.object(dense_gemm, "runs_kernels", return_value=True),
@@ -259,11 +236,12 @@ def _other_decisions(device: torch.device, repeat: int, bench: Bench) -> Iterato
             "per-tensor GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), one, one, **to_bf16),
             "per-tensor GEMM with a bias": functools.partial(dense_gemm.by_decision, a, b.t(), one, one, bias, **to_bf16),
             "rowwise GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), line_a, line_b, **rows, fast_accum=True),
+            "blockwise GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), lines, tiles, **squares),
             "MXFP8 GEMM": functools.partial(dense_gemm.by_decision, a, b.t(), line_a, line_b, **blocks),
             "grouped GEMM": functools.partial(grouped_gemm.scaled_grouped_mm, a, experts.mT, one, one, ends, **to_bf16),
         }
         functions = {name if name == plain else f"{name}, decision": each for name, each in functions.items()}
-        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), "other GEMMs: nothing is computed")
+        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), "decisions: nothing is computed")
         yield from _compared(functions, repeat, bench, dict.fromkeys(set(functions) - {plain}, _DECISION_GOAL_US), plain)
 
 
@@ -310,8 +288,7 @@ def run(bench: Bench) -> Iterator[Row]:
     ):
         yield from _empty_calls(what, model, options, goals, torch.randn(16, 16, device=device), repeat, bench)
     yield from _fp8_calls(device, repeat, bench)
-    yield from _blockwise_decision(device, repeat, bench)
-    yield from _other_decisions(device, repeat, bench)
+    yield from _decisions(device, repeat, bench)
     yield from _boundary(device, max(5, repeat // 50), bench)
     yield from _block_boundaries(device, max(3, repeat // 100), bench)
 

@@ -16,16 +16,9 @@ from unittest import mock
 import torch
 
 TYPES = {
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.uint8: "u8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-}
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
 
 
 class Launch(NamedTuple):

@@ -1,5 +1,6 @@
 """One CUDA error costs one test: those behind it run in another worker."""
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -44,38 +45,31 @@ def test_on_a_gpu(gpu, number):
 
 
 def run(folder, *options):
+    """What pytest printed, its exit status, and the tags of what came of each case."""
     (folder / "conftest.py").write_text(_CONFTEST)
     (folder / "test_gpu.py").write_text(_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "-c", "/dev/null"]
     command += [*options, "--junitxml", str(folder / "junit.xml"), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False)
-    return done, ElementTree.parse(folder / "junit.xml").getroot()
-
-
-def _environment():
-    """Without what says that this test itself runs in a worker."""
-    import os
-
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {**kept, "PYTHONPATH": str(ROOT)}
+    # Without what says that this test itself runs in a worker.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    cases = ElementTree.parse(folder / "junit.xml").iter("testcase")
+    return done.stdout, done.returncode, {str(case.get("name")): [child.tag for child in case] for case in cases}
 
 
 def test_a_worker_is_replaced(tmp_path):
     pytest.importorskip("xdist")
-    done, junit = run(tmp_path, "-n", "1")
-    outcomes = {
-        case.get("name"): [child.tag for child in case] for case in junit.iter("testcase") if "gpu" in str(case.get("name"))
-    }
-    failed = {name for name, tags in outcomes.items() if "failure" in tags or "error" in tags}
-    assert {name for name in failed if "[3]" not in name} == set(), done.stdout[-3000:]
+    printed, _, outcomes = run(tmp_path, "-n", "1")
+    assert [name for name, tags in outcomes.items() if {"failure", "error"} & set(tags) and "[3]" not in name] == [], printed
     assert {f"test_on_a_gpu[{i}]" for i in range(8)} <= outcomes.keys()
-    assert "7 passed" in done.stdout
-    assert "test_on_a_gpu[3]" in done.stdout
+    assert "7 passed" in printed
+    assert "test_on_a_gpu[3]" in printed
 
 
 def test_without_workers_pytest_ends_with_what_it_has(tmp_path):
-    done, junit = run(tmp_path, "-p", "no:xdist")
-    assert done.returncode == SPOILT
-    assert "a CUDA error has spoilt the process, later tests would fail falsely" in done.stdout
-    assert len(list(junit.iter("failure"))) == 1
-    assert len(list(junit.iter("testcase"))) == 4
+    printed, status, outcomes = run(tmp_path, "-p", "no:xdist")
+    assert status == SPOILT
+    assert "a CUDA error has spoilt the process, later tests would fail falsely" in printed
+    assert len(outcomes) == 4
+    assert sum("failure" in tags for tags in outcomes.values()) == 1

@@ -163,18 +163,11 @@ def experts(recipe):
 
 
 CHECKS = {
-    "state": state,
-    "rules": rules,
-    "backward_override": backward_override,
-    "saved activations": saved_activations,
-    "cached weights": cached,
-    "released weights": released,
-    "FP8 gathers of FSDP2": fsdp_gather,
-    "export as compressed-tensors": compressed_tensors,
-    'export in format "fp8"': fp8_format,
-    "match": match,
+    "state": state, "rules": rules, "backward_override": backward_override, "saved activations": saved_activations,
+    "cached weights": cached, "released weights": released, "FP8 gathers of FSDP2": fsdp_gather,
+    "export as compressed-tensors": compressed_tensors, 'export in format "fp8"': fp8_format, "match": match,
     "experts": experts,
-}
+}  # fmt: skip
 ELSEWHERE = "FP8 gathers of activations"
 """By tests/distributed/test_activation_all_gather.py, on two ranks."""
 

@@ -70,26 +70,41 @@ def test_what_an_index_shows_links_to_nothing_in_the_repository():
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
 
 
+#: The backend by its name, in a process that has not imported the package.
+_BY_NAME = """
+import sys, torch
+assert "fp8pass" in torch._dynamo.list_backends()
+assert "fp8pass" not in sys.modules, "naming the backend is enough"
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+compiled = torch.compile(model, backend="fp8pass", options={"recipe": "delayed", "backend": "aot_eager"})
+compiled(torch.randn(16, 32)).sum().backward()
+import fp8pass
+assert fp8pass.state(compiled).tensors == ["0:input", "0:weight", "1:input", "1:weight", "1:grad_output", "0:grad_output"]
+assert not {"accelerate", "lightning", "transformers"} & sys.modules.keys()
+print(sum(gemm.quantized for gemm in fp8pass.inspect(compiled).gemms))
+"""
+
+
 @pytest.mark.slow
-def test_the_wheel_alone_runs_the_example_of_the_readme(published, tmp_path):
+def test_the_wheel_alone_runs_the_example_of_the_readme_and_registers_the_backend(published, tmp_path):
     """In an environment that has what the wheel requires, in an empty folder."""
-    folder, _ = published
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
     packages = next((environment / "lib").glob("python*/site-packages"))
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
-    with zipfile.ZipFile(folder / f"{STEM}-py3-none-any.whl") as wheel:
+    with zipfile.ZipFile(published[0] / f"{STEM}-py3-none-any.whl") as wheel:
         wheel.extractall(packages)
     (tmp_path / "empty").mkdir()
+
+    def run(*arguments):
+        command = [environment / "bin" / "python", "-I", *arguments]  # -I: neither PYTHONPATH nor the user's own packages
+        done = subprocess.run(command, cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     example = next(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))[1]
-    where = "\nprint(fp8pass.__file__)"
-    python = environment / "bin" / "python"
-    # -I: neither PYTHONPATH nor the user's own packages.
-    run = subprocess.run(
-        [python, "-I", "-c", example + where], cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert "4 of 5 GEMMs run in FP8" in run.stdout
-    assert run.stdout.splitlines()[-1] == str(packages / "fp8pass" / "__init__.py")
-    run = subprocess.run([python, "-I", "-m", "fp8pass"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
-    assert f"fp8pass       {fp8pass.__version__}" in run.stdout
+    printed = run("-c", example + "\nprint(fp8pass.__file__)")
+    assert "4 of 5 GEMMs run in FP8" in printed
+    assert printed.splitlines()[-1] == str(packages / "fp8pass" / "__init__.py")
+    assert f"fp8pass       {fp8pass.__version__}" in run("-m", "fp8pass")
+    assert run("-c", _BY_NAME) == "5\n"

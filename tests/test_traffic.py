@@ -3,6 +3,7 @@ once."""
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -43,14 +44,18 @@ LAUNCHES = {"delayed": 0.75, "current": 1.5, "blockwise": 0.75, "rowwise": 1.0}
 GPUS = {"H200": H200, "CUDA 12.8": H200_CUDA_12_8, "RTX 4090": RTX_4090, "RTX 5090": RTX_5090}
 
 
+def compiler(recipe: str | None) -> traffic.Compile:
+    """None is plain torch.compile."""
+    return torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
+
+
 @functools.cache
 def _graphs(recipe: str | None, rows: int, gpu: str) -> list[tuple[Report, list[Event]]]:
-    compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
-    return launched_by(compile_model, rows, GPUS[gpu])
+    return launched_by(compiler(recipe), rows, GPUS[gpu])
 
 
 def graphs_of(recipe: str | None, rows: int = TOKENS, gpu: str = "H200") -> list[tuple[Report, list[Event]]]:
-    """The generated code of forward and backward, and what it would launch; None is plain torch.compile."""
+    """The generated code of forward and backward, and what it would launch."""
     return _graphs(recipe, rows, gpu)
 
 
@@ -87,10 +92,6 @@ def test_launches_and_bytes(recipe):
     assert sum(k.is_gemm for r in reports for k in r.kernels) == GEMMS + 2
 
 
-def _matrices(kernel, numel: int) -> list[str]:
-    return [name for name, (dtype, n) in kernel.writes.items() if dtype in FP8_MAX and n == numel]
-
-
 def test_high_precision_is_written_only_where_something_else_needs_it():
     forward, backward = reports_of("delayed")
     assert len(high_precision_matrices(forward)) == 1, "the block's output"
@@ -99,14 +100,7 @@ def test_high_precision_is_written_only_where_something_else_needs_it():
 
 @pytest.mark.parametrize(
     ("recipe", "gpu"),
-    [
-        ("delayed", "RTX 4090"),
-        ("delayed", "RTX 5090"),
-        ("current", "RTX 4090"),
-        ("current", "RTX 5090"),
-        ("blockwise", "RTX 4090"),
-        ("rowwise", "RTX 5090"),
-    ],
+    [*itertools.product(("delayed", "current"), ("RTX 4090", "RTX 5090")), ("blockwise", "RTX 4090"), ("rowwise", "RTX 5090")],
 )
 def test_other_gpus_move_and_launch_what_an_h200_does(recipe, gpu):
     graphs = graphs_of(recipe, gpu=gpu)
@@ -138,10 +132,6 @@ def test_scales_of_blocks_become_mxfp8s_in_one_launch_a_gemm():
     assert usual.megabytes < found.megabytes <= usual.megabytes + operands / 16 / 1e6
 
 
-#: Of what other steps move.
-MEASURED_STEP = 1.3
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 def test_a_measured_step_moves_little_more_and_others_run_the_code_they_always_run(recipe):
     """Statistics join casts; what is in memory is read once more."""
@@ -161,7 +151,7 @@ def test_a_measured_step_moves_little_more_and_others_run_the_code_they_always_r
     calls = sum(r.code.count("quantization_statistics.default(") for r in measured)
     assert (calls == 0) == (recipe == "delayed"), "what is in memory is read by a kernel, once for both copies"
     assert [r.code for r in others] == [r.code for r in reports_of(recipe)]
-    assert megabytes(reports_of(recipe)) < megabytes(measured) <= MEASURED_STEP * megabytes(reports_of(recipe))
+    assert megabytes(reports_of(recipe)) < megabytes(measured) <= traffic.MEASURED_STEP * megabytes(reports_of(recipe))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
@@ -194,8 +184,7 @@ EXPERT_BYTES = {"delayed": (1.25, 0.9), "current": (1.45, 1.1), "blockwise": (1.
 
 @functools.cache
 def experts_of(recipe: str | None) -> list[Report]:
-    compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
-    return traffic.reports_of_experts(compile_model, traffic.EXPERT_TOKENS)
+    return traffic.reports_of_experts(compiler(recipe), traffic.EXPERT_TOKENS)
 
 
 @needs_transformers
@@ -207,6 +196,7 @@ def test_bytes_besides_gemms_of_experts(recipe):
     most, most_besides_weights = EXPERT_BYTES[recipe]
     assert found.num_bytes <= most * base.num_bytes
     assert found.other_bytes <= most_besides_weights * base.other_bytes
+    assert [r.host_waits for r in experts_of(recipe)] == [[], []], "the numbers of rows per expert stay on the GPU"
 
 
 @needs_transformers
@@ -228,13 +218,6 @@ def test_the_activation_of_experts_is_written_in_blocks_alone():
     written = [item for kernel in forward.elementwise for item in kernel.writes.values()]
     assert (torch.float8_e4m3fn, activation) in written
     assert (torch.bfloat16, activation) not in written
-
-
-@needs_transformers
-@pytest.mark.parametrize("recipe", EXPERT_BYTES)
-def test_no_wrapper_of_experts_waits_for_the_gpu(recipe):
-    """The numbers of rows per expert stay there."""
-    assert [r.host_waits for r in experts_of(recipe)] == [[], []]
 
 
 # -- values that are saved in FP8

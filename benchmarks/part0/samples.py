@@ -266,21 +266,8 @@ def _of_one_tensor(name: str, on: torch.device) -> Iterator[Sample]:
 
 #: Zeros, numbers that are subnormal in float32, the largest ones, infinity and NaN of both signs.
 _EDGES = (
-    0.0,
-    -0.0,
-    1e-45,
-    1e-40,
-    1e-38,
-    1e-3,
-    0.3,
-    448.0,
-    57344.0,
-    3e38,
-    3.4028234663852886e38,
-    torch.inf,
-    torch.nan,
-    -torch.nan,
-)
+    0.0, -0.0, 1e-45, 1e-40, 1e-38, 1e-3, 0.3, 448.0, 57344.0, 3e38, 3.4028234663852886e38, torch.inf, torch.nan, -torch.nan,
+)  # fmt: skip
 
 
 @_of("amaxes", "multi_scales")

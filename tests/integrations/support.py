@@ -1,6 +1,9 @@
 """A tiny Llama and its data, for every framework."""
 
+import pytest
 import torch
+
+from tests.support.numerics import sqnr
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -10,16 +13,9 @@ def llama(layers: int = 1):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": None}
+    config = LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
     return LlamaForCausalLM(config)
 
 
@@ -28,6 +24,31 @@ def token_data(count: int = 64):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+TOKENS = torch.stack([row["input_ids"] for row in token_data(8)])
+
+
+def adapted(model=None, **options):
+    """A peft model with adapters whose second matrices are not zeros, around a Llama of one layer if no model is given."""
+    peft = pytest.importorskip("peft")
+    given = {"r": 32, "lora_alpha": 4, "target_modules": ["up_proj", "down_proj"], "init_lora_weights": False, **options}
+    return peft.get_peft_model(llama() if model is None else model, peft.LoraConfig(**given))
+
+
+def learn(compiled, model, steps=2, lr=0.1):
+    """Steps of SGD on `TOKENS`."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def assert_follows(compiled, eager):
+    """A compiled model computes what another does, but for FP8."""
+    assert sqnr(eager(input_ids=TOKENS).logits, compiled(input_ids=TOKENS).logits) > 20
 
 
 def trainer_of(folder, model, data=None, recipe=None, cls=None, args=None, **options):

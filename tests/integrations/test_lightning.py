@@ -82,14 +82,8 @@ class Own(LightningModule):
 
 
 def fit(folder, module, *callbacks, data=None, checkpoint=None, **options):
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **{"max_steps": 12, "logger": False, **options},
-    )
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = Trainer(default_root_dir=folder, callbacks=list(callbacks), **{"max_steps": 12, **quiet, **options})
     data = token_data(48) if data is None else data
     validation = DataLoader(data[:4], batch_size=4) if isinstance(module, Language) else None
     trainer.fit(module, DataLoader(data, batch_size=2), validation, ckpt_path=checkpoint)

@@ -4,11 +4,12 @@ import os
 import warnings
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from tests.distributed.support import run_on_ranks
+from tests.distributed.support import everyone, on_ranks
 from tests.integrations.support import assert_same_tensors
 
 pytestmark = pytest.mark.dist
@@ -43,30 +44,35 @@ def train(rank, folder, resume=None, by_name=False):
     return dict(model.state_dict()), saved, quantized
 
 
-def train_all(rank, folder):
+def assert_agreed(found):
+    """Weights and states of both ranks are the same; and those of the second training, which is resumed, as of the first."""
+    for mine, theirs in zip(found, everyone(found)[dist.get_rank() - 1], strict=True):
+        for part in (0, 1):
+            assert_same_tensors(mine[part], theirs[part])
+    for part in (0, 1):
+        assert_same_tensors(found[1][part], found[0][part])
+
+
+@on_ranks(2, fresh=True)
+def test_two_ranks_agree_and_resume_bit_for_bit(rank, tmp_path):
     from fp8pass.errors import Fp8FallbackWarning
 
     warnings.simplefilter("error", Fp8FallbackWarning)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
-    whole = train(rank, folder / "whole")
-    rest = train(rank, folder / "rest", folder / "whole" / "checkpoint-3")
-    return whole, rest, train(rank, folder / "named", by_name=True)
-
-
-def test_two_ranks_agree_and_resume_bit_for_bit(tmp_path):
-    (whole, rest, named), other = run_on_ranks(train_all, 2, tmp_path, fresh=True)
-    for mine, theirs in zip((whole, rest, named), other, strict=True):
-        assert_same_tensors(mine[0], theirs[0])
-        assert_same_tensors(mine[1], theirs[1])
-        assert len(mine[2]) == 7
-        assert all(module.startswith("model.layers.0.") for module in mine[2])
-    assert_same_tensors(rest[0], whole[0])
-    assert_same_tensors(rest[1], whole[1])
+    whole = train(rank, tmp_path / "whole")
+    rest = train(rank, tmp_path / "rest", tmp_path / "whole" / "checkpoint-3")
+    named = train(rank, tmp_path / "named", by_name=True)
+    assert_agreed((whole, rest, named))
+    for *_, modules in (whole, rest, named):
+        assert len(modules) == 7
+        assert all(module.startswith("model.layers.0.") for module in modules)
     assert sorted(name.partition(".amax")[0] for name in named[1]) == sorted(name.partition(".amax")[0] for name in whole[1])
 
 
-def fit(rank, folder):
-    """Train by Lightning: six steps in two epochs, and the second epoch again from its checkpoint; results as of `train`."""
+@on_ranks(2, fresh=True)
+def test_lightning_on_two_ranks(rank, tmp_path):
+    """Six steps in two epochs, and the second epoch again from its checkpoint."""
+    pytest.importorskip("lightning")
     from lightning.pytorch import Trainer, callbacks
     from torch.utils.data import DataLoader
 
@@ -76,9 +82,9 @@ def fit(rank, folder):
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
     outcomes = []
-    for checkpoint in (None, folder / "step=3.ckpt"):
+    for checkpoint in (None, tmp_path / "step=3.ckpt"):
         module = Language()
-        out = folder if checkpoint is None else folder / "resumed"
+        out = tmp_path if checkpoint is None else tmp_path / "resumed"
         saver = callbacks.ModelCheckpoint(dirpath=out, every_n_train_steps=3, save_top_k=-1, filename="{step}")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 6}
         trainer = Trainer(
@@ -86,17 +92,7 @@ def fit(rank, folder):
         )
         trainer.fit(module, DataLoader(token_data(12), batch_size=2), ckpt_path=checkpoint)
         assert trainer.world_size == 2
+        assert {g.module for g in inspect(module).gemms if g.quantized} == {"model.up", "model.down"}, "not the head"
         saved = {name: value for name, value in state(module).state_dict().items() if not name.endswith(f"@{rank}")}
-        outcomes.append((dict(module.state_dict()), saved, {g.module for g in inspect(module).gemms if g.quantized}))
-    return outcomes
-
-
-def test_lightning_on_two_ranks(tmp_path):
-    pytest.importorskip("lightning")
-    (whole, rest), other = run_on_ranks(fit, 2, tmp_path, fresh=True)
-    for mine, theirs in zip((whole, rest), other, strict=True):
-        assert_same_tensors(mine[0], theirs[0])
-        assert_same_tensors(mine[1], theirs[1])
-        assert mine[2] == {"model.up", "model.down"}, "not the head"
-    assert_same_tensors(rest[0], whole[0])
-    assert_same_tensors(rest[1], whole[1])
+        outcomes.append((dict(module.state_dict()), saved))
+    assert_agreed(outcomes)

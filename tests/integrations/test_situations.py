@@ -1,10 +1,9 @@
 """Programs of frameworks, some of which change the model or train a part of it: losses and scales are as they have to be."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -13,8 +12,16 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.errors import Fp8FallbackWarning  # noqa: E402
-from tests.integrations.support import VOCABULARY, llama, losses_of, token_data, trainer_of  # noqa: E402
-from tests.support.numerics import sqnr  # noqa: E402
+from tests.integrations.support import (  # noqa: E402
+    VOCABULARY,
+    adapted,
+    assert_follows,
+    learn,
+    llama,
+    losses_of,
+    token_data,
+    trainer_of,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning"),
@@ -158,60 +165,40 @@ def test_trials_by_model_init(tmp_path):
 # -- adapters
 
 
-def lora(model, **options):
-    peft = pytest.importorskip("peft")
-    config = {"r": 32, "target_modules": ["up_proj", "down_proj"], "init_lora_weights": False, **options}
-    return peft.get_peft_model(model, peft.LoraConfig(**config)), peft.LoraConfig(**config)
-
-
-def train(compiled, model, steps=2):
-    tokens = torch.stack([row["input_ids"] for row in token_data(8)])
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        compiled(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-    return tokens
-
-
 @pytest.mark.parametrize("recipe", [RECIPE, "current"], ids=["delayed", "current"])
 def test_adapters_off_and_on_and_exchanged(recipe):
-    model, config = lora(llama())
-    model.add_adapter("other", config)
+    models = model, twin = adapted(), adapted()
+    for each in models:
+        each.add_adapter("other", each.peft_config["default"])
     compiled = fp8_compile(model, recipe, backend="aot_eager", in_place=True)
-    tokens = train(compiled, model)
-    twin, _ = lora(llama())
-    twin.add_adapter("other", config)
+    learn(compiled, model, lr=0.01)
     twin.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        with model.disable_adapter(), twin.disable_adapter():
-            assert sqnr(twin(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20
-        for name in ("default", "other"):
-            model.set_adapter(name)
-            twin.set_adapter(name)
-            assert sqnr(twin(input_ids=tokens).logits, compiled(input_ids=tokens).logits) > 20
-    train(compiled, model)
+    with model.disable_adapter(), twin.disable_adapter():
+        assert_follows(compiled, twin)
+    for name in ("default", "other"):
+        for each in models:
+            each.set_adapter(name)
+        assert_follows(compiled, twin)
+    learn(compiled, model, lr=0.01)
 
 
 def test_adapters_added_after_compilation():
-    model = llama()
-    fp8_compile(model, RECIPE, backend="aot_eager", in_place=True)
-    tokens = train(model, model)
-    adapted, _ = lora(model)
-    train(adapted, adapted)
-    with torch.no_grad():
-        twin, _ = lora(llama())
-        twin.load_state_dict(adapted.state_dict())
-        assert sqnr(twin(input_ids=tokens).logits, adapted(input_ids=tokens).logits) > 20
+    model = fp8_compile(llama(), RECIPE, backend="aot_eager", in_place=True)
+    learn(model, model, lr=0.01)
+    added = adapted(model)
+    learn(added, added, lr=0.01)
+    twin = adapted()
+    twin.load_state_dict(added.state_dict())
+    assert_follows(added, twin)
     assert any("lora_A" in g.module or "base_layer" in g.module for g in inspect(model).gemms)
 
 
 @pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8FallbackWarning")
 def test_base_layers_of_dora_run_eagerly_and_are_said():
-    model, _ = lora(llama(), use_dora=True)
+    model = adapted(use_dora=True)
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
     with pytest.warns(Fp8FallbackWarning, match="mlp.up_proj.base_layer, .*mlp.down_proj.base_layer .graph break: "):
-        train(compiled, model)
+        learn(compiled, model, lr=0.01)
     found = inspect(compiled)
     base = {f"base_model.model.model.layers.0.mlp.{name}_proj.base_layer" for name in ("up", "down")}
     assert base == set(found.ran_eagerly) == {g.module for g in found.gemms if str(g.reason).startswith("ran eagerly")}
@@ -221,49 +208,78 @@ def test_base_layers_of_dora_run_eagerly_and_are_said():
 # -- Lightning
 
 
-@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_a_backbone_that_is_frozen_at_first(tmp_path):
+def fitted(folder, module, loader, *callbacks, fp8=True, **options):
+    """Train a LightningModule of a model of two linears."""
     lightning = pytest.importorskip("lightning")
-    from lightning.pytorch.callbacks import BackboneFinetuning
-    from torch.utils.data import DataLoader
-
     from fp8pass.integrations.lightning import Fp8Callback as LightningCallback
 
-    class Tuned(lightning.pytorch.LightningModule):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    own = [LightningCallback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
+    trainer = lightning.pytorch.Trainer(
+        accelerator="cpu", callbacks=[*own, *callbacks], default_root_dir=folder, **quiet, **options
+    )
+    trainer.fit(module, loader)
+
+
+def linears(hidden):
+    return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 64))
+
+
+@pytest.fixture
+def lightning_module():
+    """A class whose instances learn to be the identity."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.pytorch.LightningModule):
+        lr = 0.1
+
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.backbone = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-            self.top = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-            self.losses = []
+            self.model, self.top, self.losses, self.batch_size = linears(96), nn.Identity(), [], 2
 
         def training_step(self, x, _):
-            loss = (self.top(self.backbone(x)) - x).square().mean()
+            loss = (self.top(self.model(x)) - x).square().mean()
             self.losses.append(loss.item())
             return loss
 
         def configure_optimizers(self):
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    torch.manual_seed(0)
-    data, modules = torch.randn(64, 64), {}
+    return Module
+
+
+def rows(batch_size):
+    return DataLoader(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), batch_size=batch_size)
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_a_backbone_that_is_frozen_at_first(lightning_module, tmp_path):
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    class Tuned(lightning_module):
+        def __init__(self):
+            super().__init__()
+            self.top = linears(64)
+
+        @property
+        def backbone(self):
+            return self.model
+
+    modules = []
     for fp8 in (False, True):
         torch._dynamo.reset()
-        modules[fp8] = module = Tuned()
-        own = [LightningCallback(RECIPE, backend="aot_eager", print_table=False)] if fp8 else []
+        module = Tuned()
         thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=2, lambda_func=lambda epoch: 1.5, backbone_initial_lr=0.05)
-        trainer = lightning.pytorch.Trainer(
-            accelerator="cpu", max_epochs=4, callbacks=[thaw, *own], default_root_dir=tmp_path, **quiet
-        )
-        before = copy.deepcopy(module.backbone.state_dict())
-        trainer.fit(module, DataLoader(data, batch_size=16))
-        assert not module.backbone[0].weight.equal(before["0.weight"])
-    assert modules[True].losses == pytest.approx(modules[False].losses, rel=0.03)
-    trained = {(g.module, g.role) for g in inspect(modules[True]).gemms if g.quantized}
-    assert ("backbone.0", "grad_weight") in trained
-    view = state(modules[True])
+        before = module.model[0].weight.detach().clone()
+        fitted(tmp_path, module, rows(16), thaw, fp8=fp8, max_epochs=4, enable_checkpointing=False)
+        assert not module.model[0].weight.equal(before)
+        modules.append(module)
+    plain, module = modules
+    assert module.losses == pytest.approx(plain.losses, rel=0.03)
+    assert ("model.0", "grad_weight") in {(g.module, g.role) for g in inspect(module).gemms if g.quantized}
+    view = state(module)
     for name in view.tensors:
         assert view.amax_history(name)[1:].any(), name
 
@@ -271,39 +287,13 @@ def test_a_backbone_that_is_frozen_at_first(tmp_path):
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])
-def test_finders(tmp_path, finder):
-    lightning = pytest.importorskip("lightning")
+def test_finders(lightning_module, tmp_path, finder):
     from lightning.pytorch import callbacks
-    from torch.utils.data import DataLoader
-
-    from fp8pass.integrations.lightning import Fp8Callback as LightningCallback
-
-    class Module(lightning.pytorch.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-            self.lr, self.batch_size = 1e-3, 2
-
-        def train_dataloader(self):
-            return DataLoader(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), batch_size=self.batch_size)
-
-        def training_step(self, x, _):
-            return (self.model(x) - x).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     options = {"LearningRateFinder": {"num_training_steps": 8}, "BatchSizeFinder": {"max_trials": 2, "steps_per_trial": 1}}
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    module = Module()
-    own = LightningCallback(RECIPE, backend="aot_eager", print_table=False)
-    trainer = lightning.pytorch.Trainer(
-        accelerator="cpu", max_steps=4, callbacks=[own, getattr(callbacks, finder)(**options[finder])],
-        default_root_dir=tmp_path, **quiet,
-    )  # fmt: skip
-    trainer.fit(module)
-    weight = module.model[0].weight.detach()
-    view = state(module)
+    lightning_module.lr, lightning_module.train_dataloader = 1e-3, lambda self: rows(self.batch_size)
+    module = lightning_module()
+    fitted(tmp_path, module, None, getattr(callbacks, finder)(**options[finder]), max_steps=4)
+    weight, view = module.model[0].weight.detach(), state(module)
     assert view.scale("model.0:weight").item() == pytest.approx(448 / weight.abs().max().item(), rel=0.05)
     assert all(g.quantized for g in inspect(module).gemms)

@@ -144,21 +144,20 @@ def _from_the_aim(run, found, x):
 loop("teacher_inside_the_model", _Taught, options=("in place", "manual"), steps=LONG, loss=_from_the_aim)
 
 
-class _TwoHeads(nn.Module):
+def _two_heads():
     """The second one has no step of training, however many steps pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head, self.probe = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH)
-        nn.init.normal_(self.probe.weight, std=5e-4)
 
     def forward(self, x):
         h = self.body(x).relu()
         return self.head(h) if self.training else self.probe(h)
 
+    body, head, probe = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH)
+    nn.init.normal_(probe.weight, std=5e-4)
+    return Net(forward, body=body, head=head, probe=probe)
+
 
 evaluated = {"before": lambda run: run.model.train(), "after": lambda run: (run.model.eval(), look(run, 54))}
-loop("head_that_only_evaluates", _TwoHeads, options=("cache", "in place", "manual"), steps=LONG, **evaluated)
+loop("head_that_only_evaluates", _two_heads, options=("cache", "in place", "manual"), steps=LONG, **evaluated)
 
 # -- optimizers
 
@@ -773,12 +772,8 @@ def _hyper():
     )
 
 
-class _Cell(nn.Module):
+def _cell():
     """A recurrent cell, three times."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         h = torch.zeros_like(x)
@@ -786,24 +781,24 @@ class _Cell(nn.Module):
             h = torch.tanh(self.into(x) + self.again(h))
         return h
 
+    return Net(forward, into=nn.Linear(WIDTH, WIDTH), again=nn.Linear(WIDTH, WIDTH))
 
-class _Normalized(nn.Module):
+
+def _normalized():
     """EDM2's: weights are normalized in each forward, and written back under no_grad."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH))
 
     def forward(self, x):
         with torch.no_grad():
             self.weight.copy_(F.normalize(self.weight, dim=1))
         return F.linear(x, F.normalize(self.weight, dim=1))
 
+    return Net(forward, weight=nn.Parameter(torch.randn(HIDDEN, WIDTH)))
+
 
 loop("hypernetwork", _hyper, recipes=("short", "rowwise"), steps=range(4))
-loop("recurrent_cell", _Cell, recipes=("current", "mxfp8"), steps=range(4))
+loop("recurrent_cell", _cell, recipes=("current", "mxfp8"), steps=range(4))
 square = {"loss": lambda run, out, x: out.square().mean()}
-loop("forced_weight_balance", _Normalized, recipes=("current",), steps=range(4), **square)
+loop("forced_weight_balance", _normalized, recipes=("current",), steps=range(4), **square)
 
 # -- first steps, boundaries, interrupts
 

@@ -10,33 +10,18 @@ from safetensors.torch import load_file  # noqa: E402
 
 from fp8pass import DelayedScaling, fp8_compile, state  # noqa: E402
 from fp8pass.errors import Fp8Warning  # noqa: E402
-from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
-from tests.integrations.support import llama, token_data  # noqa: E402
-from tests.lifecycles.parts import sgd  # noqa: E402
-from tests.support.numerics import sqnr  # noqa: E402
+from fp8pass.integrations.transformers import FILE  # noqa: E402
+from tests.integrations.support import TOKENS, adapted, assert_follows, learn, llama, trainer_of  # noqa: E402
 
 RECIPE = DelayedScaling(amax_history_len=2)
-CALLBACK = {"backend": "aot_eager", "print_table": False}
-
-
-def train(folder, model, *callbacks, **options):
-    options = {"max_steps": 10, "per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "no", **options}
-    args = transformers.TrainingArguments(output_dir=str(folder), report_to="none", disable_tqdm=True, **options)
-    data = token_data()
-    trainer = transformers.Trainer(model, args, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks))
-    trainer.train()
-    return trainer
-
-
-def assert_scale_is_of(compiled, name, weight):
-    """The weight fills the range of E4M3."""
-    assert 0.9 < float(state(compiled).scale(name) * weight.detach().abs().max()) / 448 < 1.1
 
 
 def test_the_best_model_at_the_end_has_its_state(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = train(tmp_path, llama(), Fp8Callback(RECIPE, **CALLBACK), max_steps=12, **options, **best)
+    options |= {"per_device_train_batch_size": 2, "learning_rate": 5e-5}
+    trainer = trainer_of(tmp_path, llama(), recipe=RECIPE, max_steps=12, **options, **best)
+    trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
     saved, found = load_file(f"{trainer.state.best_model_checkpoint}/{FILE}"), state(trainer.model).state_dict()
     assert all(found[name].equal(value) for name, value in saved.items() if name in found)
@@ -44,32 +29,11 @@ def test_the_best_model_at_the_end_has_its_state(tmp_path):
 
 # -- adapters of peft
 
-TOKENS = torch.stack([row["input_ids"] for row in token_data(8)])
-
-
-def adapted(alpha=4, layers=1):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=32, lora_alpha=alpha, target_modules=["up_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(llama(layers), config)
-
-
-def learn(compiled, model, steps=2):
-    optimizer = sgd(model, lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        compiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
-
-
-@torch.no_grad()
-def assert_follows(compiled, eager):
-    assert sqnr(eager(input_ids=TOKENS).logits, compiled(input_ids=TOKENS).logits) > 20
-
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own use of transformers
 @pytest.mark.parametrize("recipe", [RECIPE, "current"], ids=["delayed", "current"])
 def test_adapters_of_peft_that_are_merged_and_unmerged(recipe):
-    model = adapted(alpha=64 if recipe == "current" else 4)  # under delayed scaling a merged weight has the last step's scale
+    model = adapted(lora_alpha=64 if recipe == "current" else 4)  # a merged weight has the scale of the last step
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     for _ in range(3):
         learn(compiled, model, 1)
@@ -114,7 +78,7 @@ def call_twice(compiled, train):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("exchange", [merge, load_adapter, average])
 def test_exchanged_weights_without_their_state_are_said(exchange, tmp_path):
-    model = adapted(alpha=500 if exchange is merge else 4)
+    model = adapted(lora_alpha=500 if exchange is merge else 4)
     compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager", select="all")
     model.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -146,5 +110,6 @@ def test_an_adapter_that_is_loaded_over_a_larger_one(tmp_path):
     learn(compiled, model)
     names = [name for name in state(compiled).tensors if "lora_A" in name and name.endswith(":weight")]
     assert names
-    for name in names:
-        assert_scale_is_of(compiled, name, model.get_submodule(name.removesuffix(":weight")).weight)
+    for name in names:  # the weight fills the range of E4M3
+        weight = model.get_submodule(name.removesuffix(":weight")).weight.detach()
+        assert 0.9 < float(state(compiled).scale(name) * weight.abs().max()) / 448 < 1.1

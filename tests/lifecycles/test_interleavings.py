@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import checkpoint
 
-from tests.lifecycles import reference
-from tests.lifecycles.harness import Oracle, Product, differences
+from tests.lifecycles.harness import Entry, check
 from tests.lifecycles.parts import WIDTH, batch, loss_of, mlp
 
 
@@ -164,19 +162,6 @@ def run(fp8, has_break, program):
     fp8.scales(session.call)
 
 
-def check(program, has_break=False, recipe="short", option=""):
-    found = []
-    for fp8 in (Oracle(recipe, option), Product(recipe, option)):
-        torch._dynamo.reset()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with reference.without_checkpointing() if isinstance(fp8, Oracle) else contextlib.nullcontext():
-                run(fp8, has_break, program)
-        found.append(fp8.found)
-    lines = differences(found[1], found[0])
-    assert not lines, "\n".join(lines)
-
-
 PROGRAMS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11)), min_size=3, max_size=8)
 
 
@@ -192,4 +177,4 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11)), 
     "",
 )
 def test_interleavings(program, has_break, recipe, option):
-    check(program, has_break, recipe, option)
+    check(Entry(f"{program}, {has_break}", lambda fp8: run(fp8, has_break, program), (), (), {}), recipe, option)

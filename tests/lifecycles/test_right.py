@@ -30,17 +30,10 @@ def assert_close(found, expected):
 # -- products and models in other words
 
 
-class Linears(nn.Module):
+def linears(forward):
     """Two linears, and a forward of them."""
-
-    def __init__(self, forward):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
+    torch.manual_seed(0)
+    return Net(forward, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
 
 
 def looped(m, x):
@@ -60,7 +53,7 @@ def scanned(m, x):
 
 @pytest.mark.parametrize("forward", [looped, scanned])
 def test_bodies_of_loops_stay_in_high_precision_and_say_so(forward):
-    model = Linears(forward)
+    model = linears(forward)
     compiled = fp8(model)
     with torch.no_grad():
         for x in (batch(0).abs(), -batch(0).abs()):
@@ -78,7 +71,7 @@ def island(m, x):
 
 
 def test_an_island_without_autocast():
-    model = Linears(island)
+    model = linears(island)
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(fp8(model)(batch(0)), model(batch(0)))
 
