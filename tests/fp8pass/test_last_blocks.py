@@ -8,19 +8,15 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect, last_blocks
 from fp8pass.errors import OptionError
+from tests.support.cases import each
 from tests.support.models import Decoder, LlamaBlock, mlp
 
 
-@pytest.mark.parametrize(
-    ("share", "kept"), [(0.15, [6, 5]), (1 / 7, [6]), (0.01, [6]), (3 / 7, [6, 5, 4]), (1, [6, 5, 4, 3, 2, 1, 0])]
-)
+@each("share, kept", [(0.15, [6, 5]), (1 / 7, [6]), (0.01, [6]), (3 / 7, [6, 5, 4]), (1, [6, 5, 4, 3, 2, 1, 0])])
 def test_the_number_of_blocks_is_rounded_up(share, kept):
     assert last_blocks(Decoder(7), share) == {f"layers.{i}.*": None for i in reversed(kept)}
-
-
-def test_a_share_that_float_arithmetic_puts_above_a_whole_number():
-    model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(100))
-    assert len(last_blocks(model, 0.07)) == 7  # 0.07 * 100 == 7.000000000000001
+    many = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(100))
+    assert len(last_blocks(many, 0.07)) == 7  # 0.07 * 100 == 7.000000000000001
 
 
 def test_the_rules_decide_these_blocks_and_nothing_else():
@@ -40,16 +36,9 @@ class Experts(nn.Module):
         self.router = nn.Linear(8, 4)
 
 
-def module(**children):
-    found = nn.Module()
+def module(found=None, **children):
+    found = nn.Module() if found is None else found
     for name, child in children.items():
-        found.add_module(name, child)
-    return found
-
-
-def decoder(**more):
-    found = Decoder(2)
-    for name, child in more.items():
         found.add_module(name, child)
     return found
 
@@ -78,13 +67,16 @@ CHAINS = {
     "matrices themselves": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), ["2"]),
     "matrices of their own and inside": (lambda: nn.ModuleList(Experts() for _ in range(2)), ["1", "1.*"]),
     # Not the repeated linears inside of a block, nor a longer chain of small modules.
-    "the most parameters": (lambda: decoder(extra=nn.ModuleList(nn.Linear(2, 2) for _ in range(20))), ["layers.1.*"]),
+    "the most parameters": (
+        lambda: module(Decoder(2), extra=nn.ModuleList(nn.Linear(2, 2) for _ in range(20))),
+        ["layers.1.*"],
+    ),
     "shared blocks count once": (
         lambda: module(many=nn.ModuleList([square()] * 9), two=nn.ModuleList([square(), square()])),
         ["two.1"],
     ),
     "norms are no blocks, and paths are the user's": (
-        lambda: fp8_compile(decoder(norms=nn.ModuleList(nn.LayerNorm(100_000) for _ in range(3))), "current"),
+        lambda: fp8_compile(module(Decoder(2), norms=nn.ModuleList(nn.LayerNorm(100_000) for _ in range(3))), "current"),
         ["layers.1.*"],
     ),
     "characters of globs": (lambda: module(**{"a[0]*": nn.ModuleList([small(), small()])}), ["a[[]0][*].1.*"]),
@@ -97,16 +89,14 @@ def test_the_chain_that_is_taken(case):
     assert list(last_blocks(make(), 0.5)) == expected
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.15", None])
-def test_a_share_out_of_range(share):
-    with pytest.raises(OptionError, match="above 0 and at most 1"):
-        last_blocks(Decoder(2), share)
-
-
-def test_no_repeated_modules():
-    with pytest.raises(OptionError, match=r"LlamaBlock has no repeated modules .* attn_norm \(RMSNorm\), wq \(Linear\)"):
-        last_blocks(LlamaBlock())
-    with pytest.raises(OptionError, match="it has no children"):
-        last_blocks(nn.Linear(8, 8))
-    with pytest.raises(OptionError, match="a function"):
-        last_blocks(lambda x: x)
+def test_a_share_out_of_range_and_no_repeated_modules():
+    for share in (0, -0.1, 1.01, float("nan"), True, "0.15", None):
+        with pytest.raises(OptionError, match="above 0 and at most 1"):
+            last_blocks(Decoder(2), share)
+    for model, message in (
+        (LlamaBlock(), r"LlamaBlock has no repeated modules .* attn_norm \(RMSNorm\), wq \(Linear\)"),
+        (nn.Linear(8, 8), "it has no children"),
+        (lambda x: x, "a function"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            last_blocks(model)

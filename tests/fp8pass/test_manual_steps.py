@@ -8,6 +8,7 @@ import torch
 from fp8pass import state
 from fp8pass.errors import Fp8Warning, StrictError
 from fp8pass.runtime import clock
+from tests.support.cases import each
 from tests.support.training import fp8_mlp, train
 
 
@@ -68,27 +69,27 @@ def test_it_is_an_error_if_strict():
         said(torch.optim.SGD, 8, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "options"),
-    [
+@each(
+    "num_steps, options",
+    [  # each step, every third, accumulation, no state
         (8, {"step_after": range(8)}),
         (9, {"step_after": (2, 5, 8)}),
         (3, {"accumulate": 6, "step_after": range(3)}),
         (8, {"recipe": "current"}),
     ],
-    ids=["each step", "every third", "accumulation", "no state"],
 )
 def test_who_makes_them_hears_nothing(num_steps, options):
     assert said(torch.optim.SGD, num_steps, **options) == []
 
 
-def test_updates_without_a_trace_are_seen_by_the_number_of_forwards(monkeypatch):
-    class Traceless(ByHand):
-        def step(self):
-            for p in self.parameters:
-                p.data.sub_(0.1 * p.grad)
-                p.grad = None
+class Traceless(ByHand):
+    def step(self):
+        for p in self.parameters:
+            p.data.sub_(0.1 * p.grad)
+            p.grad = None
 
+
+def test_updates_without_a_trace_are_seen_by_the_number_of_forwards(monkeypatch):
     monkeypatch.setattr(clock, "MAX_FORWARDS", 6)
     (text,) = said(Traceless, 8)
     assert "6 forwards without" in text

@@ -1,15 +1,18 @@
 """Names of quantized tensors: what `str` writes, `parse` reads, and nothing else."""
 
+import html
+import re
 import types
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from fp8pass import inspect, state
+from fp8pass import diff, estimate, inspect, monitor, state, suggest_rules
 from fp8pass.errors import RuleError
 from fp8pass.graph.origin import KINDS, TensorName
-from tests.support.models import Stack, mlp
+from tests.support.models import ResidualMlp, Stack, mlp
 from tests.support.training import fp8, train
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -22,12 +25,8 @@ NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99
 
 @given(NAMES)
 def test_parse_reads_what_str_writes(name):
+    """So different names have different texts."""
     assert TensorName.parse(str(name)) == name
-
-
-@given(NAMES, NAMES)
-def test_different_names_have_different_texts(first, second):
-    assert (str(first) == str(second)) == (first == second)
 
 
 OTHER_TEXTS = [
@@ -51,28 +50,21 @@ def test_other_texts_are_refused(text):
         TensorName.parse(text)
 
 
-def call_each(rules, widths):
-    """A function called with several modules, whose graphs are shared where the widths are equal."""
-    layers = [nn.Linear(32, width) for width in widths]
-    run = fp8(lambda layer, x: layer(x), "delayed", rules=rules)
-    for layer in layers:
-        run(layer, torch.randn(16, 32, requires_grad=True)).sum().backward()
-    return run
-
-
 @pytest.mark.parametrize("pattern", ["layer#1", "layer#*"])
 def test_a_rule_matches_a_further_instance_of_a_variable(pattern):
-    run = call_each({pattern: None}, (32, 64))
+    run = fp8(lambda layer, x: layer(x), "delayed", rules={pattern: None})
+    for layer in (nn.Linear(32, 32), nn.Linear(32, 64)):
+        run(layer, torch.randn(16, 32, requires_grad=True)).sum().backward()
     report = inspect(run)
-    assert {g.module for g in report.gemms if not g.quantized} == {"layer#1"}
-    assert {g.module for g in report.gemms if g.quantized} == {"layer"}
+    assert {(g.module, g.quantized) for g in report.gemms} == {("layer", True), ("layer#1", False)}
     assert report.unmatched_rules == []
     assert {TensorName.parse(n).module for n in state(run).tensors} == {"layer"}
 
 
-def test_a_rule_that_parts_instances_of_one_graph_is_refused():
-    with pytest.raises(RuleError, match="layer and layer#1 share one compiled graph"):
-        call_each({"layer#1": None}, (32, 32))
+def test_a_method_names_what_its_model_has():
+    compiled = fp8(ResidualMlp().forward, "delayed")
+    train(compiled, torch.randn(16, 64))
+    assert {g.module for g in inspect(compiled).gemms} == {"up", "down"}
 
 
 def test_a_wrapped_forward_names_what_the_forward_names():
@@ -101,3 +93,76 @@ def test_wrappers_are_in_no_path():
         paths.append((sorted({g.module for g in inspect(compiled).gemms}), sorted(state(compiled).tensors)))
     assert paths[0] == paths[1]
     assert not any("wrapped" in path for path in paths[1][0])
+
+
+# -- brackets and colons
+
+UNUSUAL = ("a[/b]", "c[red]d", "[qk]_proj", "x:y")
+"""In every table and message they are as they are, and in rules by the suggested pattern."""
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in UNUSUAL:
+            self.add_module(name, nn.Linear(64, 64))
+
+    def forward(self, x):
+        for module in self.children():
+            x = module(x).relu()
+        return x
+
+
+def watched(rules=None, recipe="delayed"):
+    torch._dynamo.reset()
+    compiled = fp8(Chain(), recipe, rules=rules)
+    watching = monitor(compiled, 1)
+    for _ in range(2):
+        compiled(torch.randn(32, 64)).sum().backward()
+    return compiled, watching
+
+
+def assert_named(text):
+    whole = re.sub(r"\s", "", text)
+    assert [name for name in UNUSUAL if name not in whole] == []
+
+
+def test_tables_and_pages_name_them(monkeypatch, tmp_path):
+    compiled, watching = watched()
+    for columns in ("160", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert_named(str(inspect(compiled)))
+        assert_named(repr(inspect(compiled)))
+    monkeypatch.delenv("COLUMNS")
+    assert_named(str(watching))
+    console = pytest.importorskip("rich.console").Console(record=True, width=160)  # a user's, with markup
+    console.print(watching.latest)
+    assert_named(console.export_text())
+    inspect(compiled).to_html(tmp_path / "page.html")
+    assert_named(html.unescape((tmp_path / "page.html").read_text()))
+    assert set(state(compiled).tensors) == {f"{name}:{kind}" for name in UNUSUAL for kind in ("input", "weight", "grad_output")}
+
+
+def test_comparisons_suggestions_and_estimates_name_them():
+    assert_named(str(diff(inspect(watched(recipe="current")[0]), inspect(watched(recipe="blockwise")[0]))))
+    assert_named(str(suggest_rules(Chain(), lambda m: m(torch.randn(32, 64)).square().mean(), "current", 0.5)))
+    assert_named(str(estimate(Chain(), torch.randn(32, 64))))
+
+
+@pytest.mark.parametrize(("name", "pattern"), list(zip(UNUSUAL, ("a[[]/b]", "c[[]red]d", "[[]qk]_proj", "x?y"), strict=True)))
+def test_rules_name_them_as_is_suggested(name, pattern):
+    if ":" in name:
+        with pytest.raises(RuleError, match=re.escape(f"write '?' for it: {pattern!r}")):
+            watched({name: None})
+    else:
+        with pytest.warns(match=re.escape(f"In a pattern [...] is a set of characters; did you mean {pattern!r}?")):
+            watched({name: None})
+    misspelt = pattern.replace("d", "f").replace("y", "z").replace("proj", "porj").replace("/b", "/c")
+    with pytest.warns(match=re.escape(f"Did you mean {pattern!r}?")):
+        watched({misspelt: None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The .grad attribute")
+        compiled, _ = watched({pattern: None})
+    assert {g.module for g in inspect(compiled).gemms if not g.quantized} == {name}

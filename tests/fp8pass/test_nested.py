@@ -97,10 +97,7 @@ def linear():
     return nn.Linear(64, 64)
 
 
-@pytest.mark.parametrize(
-    ("container", "kind", "way", "outer_way", "is_inner_first"),
-    [*FAST, *rest(REST)],
-)
+@pytest.mark.parametrize(("container", "kind", "way", "outer_way", "is_inner_first"), [*FAST, *rest(REST)])
 def test_each_gemm_is_in_fp8_once(container, kind, way, outer_way, is_inner_first):
     middle = mlp(64, 96, 64) if kind == "Sequential" else Attributes(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     parts = [linear(), middle, linear()]

@@ -6,7 +6,6 @@ from torch._functorch._aot_autograd import descriptors as aot
 
 from fp8pass.graph import origin
 from fp8pass.graph.origin import Path, parse_path
-from tests.support.cases import each
 from tests.support.joint import trace
 
 SOURCES = {
@@ -28,12 +27,8 @@ SOURCES = {
 }
 
 
-@each("source", SOURCES)
-def test_paths(source):
-    assert parse_path(source) == Path(*SOURCES[source])
-
-
-def test_what_is_no_path_and_a_path_as_text():
+def test_paths():
+    assert {source: parse_path(source) for source in SOURCES} == {source: Path(*path) for source, path in SOURCES.items()}
     assert [parse_path(s) for s in ("", "self.weight", "___from_numpy(L['x'])", "C['x']", "L[x]")] == [None] * 5
     assert (str(Path("self", "layers.0")), str(Path("self", ""))) == ("self.layers.0", "self")
 
@@ -75,12 +70,6 @@ INPUTS = {
 }
 
 
-@each("case", INPUTS)
-def test_position_among_dynamos_inputs(case):
-    described, index = INPUTS[case]
-    assert origin.input_index(node_with(desc=described)) == index
-
-
 OUTPUTS = {
     "gradient": (aot.GradAOTOutput(PLAIN), True),
     "gradient of an input that needs none": (None, True),
@@ -91,10 +80,11 @@ OUTPUTS = {
 }
 
 
-@each("case", OUTPUTS)
-def test_gradients_among_the_outputs(case):
-    described, is_gradient = OUTPUTS[case]
-    assert origin.is_gradient(described) == is_gradient
+def test_positions_among_dynamos_inputs_and_gradients_among_the_outputs():
+    found = {case: origin.input_index(node_with(desc=described)) for case, (described, _) in INPUTS.items()}
+    assert found == {case: index for case, (_, index) in INPUTS.items()}
+    found = {case: origin.is_gradient(described) for case, (described, _) in OUTPUTS.items()}
+    assert found == {case: is_gradient for case, (_, is_gradient) in OUTPUTS.items()}
 
 
 def test_a_joint_graph_as_torch_makes_it():

@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass import inspect
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import permuting_scatters
+from tests.support.cases import each
 from tests.support.joint import calls, trace
 from tests.support.models import Net
 from tests.support.moe import RECIPES, MoE
@@ -55,11 +56,16 @@ INVERSES = {
 }
 
 
-@pytest.mark.parametrize("invert", INVERSES.values(), ids=INVERSES)
+SORTS = (lambda keys: keys.sort()[1], torch.argsort, lambda keys: torch.argsort(keys, descending=True))
+
+
+def put_back(invert, sort=SORTS[0]):
+    return lambda keys, rows: put(rows, invert(sort(keys)))
+
+
+@each("invert", INVERSES.values())
 def test_inverses(invert):
-    assert found(lambda keys, rows: put(rows, invert(keys.sort()[1]))) == 1
-    assert found(lambda keys, rows: put(rows, invert(torch.argsort(keys)))) == 1
-    assert found(lambda keys, rows: put(rows, invert(torch.argsort(keys, descending=True)))) == 1
+    assert [found(put_back(invert, sort)) for sort in SORTS] == [1] * 3
     assert found(lambda keys, rows: torch.zeros(N, 3).index_add(0, invert(keys.sort()[1]), rows)) == 1
 
 
@@ -87,20 +93,17 @@ NO_INVERSES = {
 }
 
 
-@pytest.mark.parametrize("invert", NO_INVERSES.values(), ids=NO_INVERSES)
-def test_what_is_no_inverse(invert):
-    assert found(lambda keys, rows: put(rows, invert(keys.sort()[1]))) == 0
+def by_sorting(keys):
+    return keys.sort()[1].sort()[1]
 
 
-def test_what_is_no_permutation_or_no_sum_over_zeros():
-    keys, rows = torch.randn(N), torch.randn(N, 3)
-    indices = torch.randint(0, N, (N,))
+def test_what_is_no_inverse_no_permutation_or_no_sum_over_zeros():
+    assert {case: found(put_back(invert)) for case, invert in NO_INVERSES.items()} == dict.fromkeys(NO_INVERSES, 0)
+    rows, indices = torch.randn(N, 3), torch.randint(0, N, (N,))
     assert found(lambda rows, index: put(rows, by_scatter(index)), rows, indices) == 0, "an index that names rows twice"
-    assert found(lambda keys, rows: put(rows, INVERSES["sorting"](keys.sort()[1]), torch.ones_like(rows)), keys, rows) == 0
-    assert found(lambda keys, rows: put(rows, INVERSES["sorting"](keys.sort()[1]), torch.zeros(N + 1, 3)), keys, rows) == 0, (
-        "spare rows"
-    )
-    assert found(lambda keys, rows: put(rows[:1], INVERSES["sorting"](keys.sort()[1]), torch.zeros_like(rows)), keys, rows) == 0
+    assert found(lambda keys, rows: put(rows, by_sorting(keys), torch.ones_like(rows))) == 0
+    assert found(lambda keys, rows: put(rows, by_sorting(keys), torch.zeros(N + 1, 3))) == 0, "spare rows"
+    assert found(lambda keys, rows: put(rows[:1], by_sorting(keys), torch.zeros_like(rows))) == 0
     matrix = torch.randn(N, N)
     assert found(lambda keys, rows: put(rows, keys.sort(0)[1].sort(0)[1][:, 0]), matrix, rows) == 0, "a column of many sorts"
 

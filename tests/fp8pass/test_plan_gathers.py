@@ -67,6 +67,18 @@ class OfOneHalf(Gathering):
         return nn.Linear.forward(self, gather(x)[:16])
 
 
+def addmm_of(addend):
+    def forward(m, x):
+        x = gather(x)
+        return torch.addmm(addend(x), x, m.w)
+
+    return forward
+
+
+def square(forward):
+    return Net(forward, w=nn.Parameter(torch.randn(32, 32)))
+
+
 PART = "scales: a part of the gathered tensor has amaxes of its own, which its shards do not have"
 HIGH = "readers: {} reads the gathered tensor in high precision"
 CASES = {
@@ -105,6 +117,13 @@ CASES = {
     "the model returns it": (Reading(lambda x: x), (16, 32), "current", {}, (HIGH.format("the model's output"), 1.0)),
     "a part is returned": (Reading(lambda x: x[:4]), (16, 32), "current", {}, (HIGH.format("the model's output"), 1.0)),
     "its sum is returned": (Reading(lambda x: x.sum()), (16, 32), "current", {}, (HIGH.format("sum"), 1.0)),
+    # An addend, and what only the addend of an FP8 GEMM is made of.
+    "an addend": (square(addmm_of(lambda x: x)), (16, 32), "current", {}, (HIGH.format("addmm"), 1.0)),
+    "of an addend": (square(addmm_of(lambda x: x * 2)), (16, 32), "current", {}, (HIGH.format("mul"), 1.0)),
+    "what a GEMM returns": (
+        square(lambda m, x: gather(x @ m.w) @ m.w), (16, 32), "current", {},
+        ("readers: the shard is the result of an FP8 GEMM, with nothing in between", 1.0),
+    ),
     "its size alone is read": (Reading(lambda x: torch.ones(x.shape[0])), (16, 32), "current", {}, (None, 1.0)),
 }  # fmt: skip
 
@@ -113,19 +132,6 @@ CASES = {
 def test_what_travels(case):
     model, shape, recipe, options, expected = CASES[case]
     assert planned(model, *shape, recipe=recipe, **options) == expected
-
-
-@pytest.mark.parametrize(("addend", "reader"), [(lambda x: x, "addmm"), (lambda x: x * 2, "mul")], ids=["itself", "of it"])
-def test_an_addend_is_read_in_high_precision(addend, reader):
-    """So is a tensor that only the addend of an FP8 GEMM is made of."""
-
-    def function(x, w):
-        x = gather(x)
-        return torch.addmm(addend(x), x, w)
-
-    x = torch.randn(16, 32, requires_grad=True)
-    (found,) = trace(function, x, torch.randn(32, 32), recipe="current").run("plan gathers").plan.gathers
-    assert str(found.reason) == HIGH.format(reader)
 
 
 def test_a_group_of_ranks_with_other_scales():
@@ -144,25 +150,18 @@ def test_a_gather_that_feeds_no_fp8_gemm_is_not_planned():
 
 
 def test_records_of_gathers():
-    work = trace(Gathering(), torch.randn(16, 32), recipe="current").run("plan gathers")
-    (record,) = gather_records(work.plan)
-    assert (record.num_ranks, record.is_backward, record.quantized, record.reason) == (2, False, True, None)
-    assert (record.bytes_before, record.bytes_after) == (16 * 32 * 4, 16 * 32), "what the other rank sends"
-    work = trace(Reading(lambda x: x), torch.randn(16, 32), recipe="current").run("plan gathers")
-    (record,) = gather_records(work.plan)
-    assert (record.bytes_before, record.bytes_after, record.quantized) == (16 * 32 * 4, 16 * 32 * 4, False)
+    for model, sent in ((Gathering(), 16 * 32), (Reading(lambda x: x), 16 * 32 * 4)):
+        work = trace(model, torch.randn(16, 32), recipe="current").run("plan gathers")
+        (record,) = gather_records(work.plan)
+        assert (record.num_ranks, record.is_backward, record.quantized) == (2, False, sent == 16 * 32)
+        assert (record.bytes_before, record.bytes_after) == (16 * 32 * 4, sent), "what the other rank sends"
     work = gathering("current").run("plan gathers")
     assert [r.tensor for r in gather_records(work.plan)] == ["v:weight", "w:weight"]
 
 
 def test_a_gathered_weight_is_not_recomputed_in_backward():
-    def function(x, w):
-        return x @ gather(w).t()
-
-    w = nn.Parameter(torch.randn(24, 32))
-    joint = trace(function, torch.randn(16, 32, requires_grad=True), w, recipe="current", weight_copies="recompute")
-    work = joint.run("plan recomputation")
-    assert [g.reason for g in work.plan.gathers] == [None]
+    work = gathering("current", weight_copies="recompute").run("plan recomputation")
+    assert [g.reason for g in work.plan.gathers] == [None] * 2
     assert work.plan.recomputed_weights == frozenset()
 
 
@@ -210,14 +209,6 @@ def test_a_reduction_of_another_tensor_is_found():
         verify(work.graph, work.plan, work.applied, work.known, work.permuted)
 
 
-def test_a_shard_that_an_fp8_gemm_returns_is_gathered_as_it_is():
-    work = trace(lambda x, w: gather(x @ w) @ w, torch.randn(16, 32), torch.randn(32, 32), recipe="current").run()
-    (found,) = work.plan.gathers
-    assert str(found.reason) == "readers: the shard is the result of an FP8 GEMM, with nothing in between"
-    (sent,) = calls(work.graph, c10d.all_gather_into_tensor.default)
-    assert sent.meta["val"].dtype is torch.float32
-
-
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_what_is_gathered_again_in_backward_is_gathered_in_fp8(recipe):
     joint = gathering(recipe)
@@ -239,28 +230,20 @@ def shared(*dims):
     return Net(lambda m, x: (m.q(x), m.k(x)), q=q, k=k)
 
 
-def test_equal_gathers_are_merged():
+def test_equal_gathers_are_merged_and_those_that_differ_are_not():
     joint = trace(shared(), torch.randn(16, 32), recipe="current")
-    assert len(gathers.waits(joint.graph)) == 2
     first, second = gathers.waits(joint.graph)
     same = gathers.equal_gathers(joint.graph)
-    assert same[second] is first
-    assert same[second.args[0]] is first.args[0]
-    assert len(gathers.waits(joint.run("merge gathers").graph)) == 1
+    assert (same[second], same[second.args[0]]) == (first, first.args[0])
+    second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert gathers.equal_gathers(joint.graph) == {}
     work = trace(shared(), torch.randn(16, 32), recipe="current").run()
     (sent,) = calls(work.graph, c10d.all_gather_into_tensor.default)
     assert sent.meta["val"].dtype is torch.uint8
-
-
-def test_gathers_that_differ_are_not_merged():
     joint = trace(shared(0, 1), torch.randn(2, 16, 32), recipe="current")
-    assert len(gathers.waits(joint.graph)) == 2
     waits = set(gathers.waits(joint.graph))
+    assert len(waits) == 2
     assert not any(n in waits and n.args[0].args != same.args[0].args for n, same in gathers.equal_gathers(joint.graph).items())
-    joint = trace(shared(), torch.randn(16, 32), recipe="current")
-    _, second = gathers.waits(joint.graph)
-    second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    assert gathers.equal_gathers(joint.graph) == {}
 
 
 def test_the_largest_of_all_ranks():

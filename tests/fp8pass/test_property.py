@@ -25,8 +25,23 @@ TOKENS = 24
 #: luck. A wrong operand, scale or layout leaves no signal at all (0 dB).
 LUCK = 4.0
 WIDTHS = (16, 24, 33)
-LINEARS = ("linear", "shared linear", "functional", "matmul", "chunks")
-STEPS = (*LINEARS, "residual", "activation", "norm", "view", "transpose", "gram")
+LINEARS = {  # of x, a layer, a flag, and the values so far
+    "linear": lambda x, layer, flag, values: layer(x),
+    "shared linear": lambda x, layer, flag, values: layer(x),
+    "functional": lambda x, layer, flag, values: F.linear(x.unflatten(0, (4, -1)), layer.weight, layer.bias).flatten(0, 1),
+    "matmul": lambda x, layer, flag, values: x @ layer.weight.T if flag else (layer.weight @ x.T).T,
+    "chunks": lambda x, layer, flag, values: torch.cat([layer(half) for half in x.chunk(2)]),  # one weight, two GEMMs
+}
+STEPS = LINEARS | {
+    "residual": lambda x, layer, flag, values: x + [v for v in values if v.shape == x.shape][0 if flag else -1],
+    "activation": lambda x, layer, flag, values: F.gelu(x) if flag else x * torch.sigmoid(x),
+    "norm": lambda x, layer, flag, values: layer(x),
+    "view": lambda x, layer, flag, values: (
+        x.view(2, -1, x.shape[1]).transpose(0, 1).reshape(x.shape) if flag else x.reshape(-1).view(x.shape)
+    ),
+    "transpose": lambda x, layer, flag, values: x.T.contiguous().T if flag else x.T.clone().T * 0.5,
+    "gram": lambda x, layer, flag, values: x @ (x.T @ x) / TOKENS,  # no weight at all
+}
 
 
 def _is_calm(steps) -> bool:
@@ -38,7 +53,7 @@ programs = st.fixed_dictionaries(
     {
         "width": st.sampled_from(WIDTHS),
         "steps": st.lists(
-            st.tuples(st.sampled_from(STEPS), st.sampled_from(WIDTHS), st.booleans()), min_size=1, max_size=5
+            st.tuples(st.sampled_from(list(STEPS)), st.sampled_from(WIDTHS), st.booleans()), min_size=1, max_size=5
         ).filter(_is_calm),
         "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
         "input_needs_grad": st.booleans(),
@@ -55,7 +70,6 @@ class Program(nn.Module):
         super().__init__()
         self.steps = steps
         self.layers = nn.ModuleList()
-        self.widths = [width]
         by_shape = {}
         for kind, out, flag in steps:
             layer = nn.Identity()
@@ -68,45 +82,13 @@ class Program(nn.Module):
             elif kind == "norm":
                 layer = nn.LayerNorm(width) if flag else nn.RMSNorm(width)
             self.layers.append(layer)
-            self.widths.append(width)
 
     def forward(self, x):
         values = [x]
         for (kind, _, flag), layer in zip(self.steps, self.layers, strict=True):
-            values.append(getattr(self, kind.split()[-1])(x, layer, flag, values))
+            values.append(STEPS[kind](x, layer, flag, values))
             x = values[-1]
         return x
-
-    def linear(self, x, layer, flag, values):
-        return layer(x)
-
-    norm = linear
-
-    def functional(self, x, layer, flag, values):
-        return F.linear(x.reshape(4, TOKENS // 4, -1), layer.weight, layer.bias).flatten(0, 1)
-
-    def matmul(self, x, layer, flag, values):
-        return x @ layer.weight.T if flag else (layer.weight @ x.T).T
-
-    def residual(self, x, layer, flag, values):
-        earlier = [v for v in values if v.shape == x.shape]
-        return x + earlier[0 if flag else -1]
-
-    def activation(self, x, layer, flag, values):
-        return F.gelu(x) if flag else x * torch.sigmoid(x)
-
-    def view(self, x, layer, flag, values):
-        return x.view(2, -1, x.shape[1]).transpose(0, 1).reshape(x.shape) if flag else x.reshape(-1).view(x.shape)
-
-    def transpose(self, x, layer, flag, values):
-        return x.T.contiguous().T if flag else x.T.clone().T * 0.5
-
-    def chunks(self, x, layer, flag, values):
-        halves = [layer(half) for half in x.chunk(2)]  # one weight, two GEMMs
-        return torch.cat(halves)
-
-    def gram(self, x, layer, flag, values):
-        return x @ (x.T @ x) / TOKENS  # no weight at all
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

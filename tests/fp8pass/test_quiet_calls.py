@@ -219,16 +219,9 @@ def test_a_quiet_call_takes_the_short_way(recipe, monkeypatch):
 def test_after_a_write_calls_are_as_on_the_long_way(writer):
     with long_way():
         expected = written(writer)
-    assert same(written(writer), expected)
-
-
-@pytest.mark.parametrize("writer", SEEN)
-def test_a_write_is_seen(writer):
-    scene = settled("delayed")
-    before = scene.seen[-1]
-    SEEN[writer](scene, 1)
-    scene.evaluate()
-    assert not torch.equal(scene.seen[-1], before)
+    found = written(writer)
+    assert same(found, expected)
+    assert writer not in SEEN or not torch.equal(found[3], found[2])
 
 
 def wandering(seed):

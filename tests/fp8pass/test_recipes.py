@@ -6,14 +6,7 @@ import pytest
 import torch
 
 import fp8pass
-from fp8pass import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Format,
-    MXFP8BlockScaling,
-)
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format, MXFP8BlockScaling
 from fp8pass.errors import RecipeError
 from fp8pass.recipes import as_recipe
 from fp8pass.rules import parse_rules

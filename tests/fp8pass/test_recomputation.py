@@ -141,14 +141,7 @@ class TwoReaders(nn.Module):
         return q * k
 
 
-def two_runs(
-    checkpoints,
-    make=lambda: BrokenBlock(64, 96),
-    one_by_one=False,
-    one_input=False,
-    again=False,
-    **options,
-):
+def two_runs(checkpoints, make=lambda: BrokenBlock(64, 96), one_by_one=False, one_input=False, again=False, **options):
     """Two runs of one block with a break: the first has the scales of small inputs, the second those of its own.
 
     one_by_one: with a backward each, the first one first. again: two backwards of each loss, with a boundary between."""
@@ -177,17 +170,15 @@ def two_runs(
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"one_by_one": True}, {"make": mlp, "one_by_one": True, "one_input": True}, {"again": True}],
-    ids=" ".join,
+    [
+        *({}, {"one_by_one": True}, {"make": mlp, "one_by_one": True, "one_input": True}, {"again": True}),
+        # Two graphs that read one tensor repeat a run each.
+        *({"make": TwoReaders, "one_by_one": True, "rules": rules} for rules in (None, {"k": None}, {"q": None})),
+    ],
 )
 def test_two_runs_of_a_block_are_repeated_as_they_were(how):
     with functorch_config.patch(donated_buffer=False):
         assert same(two_runs(True, **how), two_runs(False, **how))
-
-
-@pytest.mark.parametrize("rules", [None, {"k": None}, {"q": None}])
-def test_two_graphs_that_read_one_tensor_repeat_a_run_each(rules):
-    assert same(*(two_runs(checkpoints, TwoReaders, one_by_one=True, rules=rules) for checkpoints in (False, True)))
 
 
 def across_a_boundary(kinds):
@@ -218,11 +209,15 @@ def first_run():
     return FirstRun({}, True, frozenset(), None, True)
 
 
-def test_the_newest_run_of_an_instance_is_repeated_first_where_no_frame_tells():
-    runs, of_instance, elsewhere = FirstRuns(), [first_run(), first_run()], torch.zeros(4)
-    for run in of_instance:
-        runs.add([torch.zeros(4)], "instance", run)
-    assert [runs.take([elsewhere], "instance") for _ in range(3)] == [*reversed(of_instance), None]
+@pytest.mark.parametrize("found_by_memory", [False, True])
+def test_the_newest_run_of_an_instance_is_repeated_first_where_no_frame_tells(found_by_memory):
+    """A run that was found by its memory is not taken again: the older, whose inputs were made anew, is the next."""
+    runs, older, newer, elsewhere = FirstRuns(), first_run(), first_run(), torch.zeros(4)
+    inputs = [torch.zeros(4), torch.zeros(4)]
+    for given, run in zip(inputs, (older, newer), strict=True):
+        runs.add([given], "instance", run)
+    asked = [inputs[1] if found_by_memory else elsewhere, elsewhere, elsewhere]
+    assert [runs.take([given], "instance") for given in asked] == [newer, older, None]
 
 
 def test_other_tensors_at_the_same_address_repeat_no_run():

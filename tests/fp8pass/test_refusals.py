@@ -6,8 +6,9 @@ import torch
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, fp8_compile
 from fp8pass.errors import Fp8Error, OptionError, RecipeError, RuleError, UnsupportedError
-from tests.support.cases import each
+from tests.support.cases import each, rest
 from tests.support.models import mlp
+from tests.support.training import train
 
 OPTIONS = [
     ({"backend": "inducter"}, "Did you mean 'inductor'"),
@@ -38,6 +39,17 @@ OPTIONS = [
     ({"recipe": None, "saved_activations": "fp8", "match": "vllm"}, "'vllm'"),
     ({"recipe": "rowwise", "match": "vlm"}, r"match is 'vlm'. Did you mean 'vllm'"),
     ({"recipe": "rowwise", "match": "vllm", "min_speedup": 1.0}, r"min_speedup=1.0 and match='vllm'"),
+    *(
+        ({"backend": backend, "options": options}, message)  # words in the wrong place
+        for backend in ("aot_eager", "inductor")
+        for options, message in (
+            ({"in_place": True}, r"is an argument of fp8_compile itself; write fp8_compile\(model, ..., in_place=True\)"),
+            ({"rules": None}, "rules is an argument of fp8_compile itself"),
+            ({"use_aoti": True}, "use_aoti.*leave it out"),
+            ({"guard_filter_fn": len, "fullgraph": True}, "fullgraph=True"),
+        )
+    ),
+    *(({"recipe": r, "options": {"cpp_wrapper": True}}, r"cpp_wrapper.*190551.*leave it out") for r in ("delayed", "current")),
 ]
 
 SAVED = "saved_activations='fp8'"
@@ -118,6 +130,40 @@ def test_nan_asserts_are_refused_where_a_graph_has_fp8_values(recipe):
     compiled = fp8_compile(mlp(), recipe, options={"nan_asserts": True})
     with pytest.raises(UnsupportedError, match="leave nan_asserts off"):
         compiled(torch.randn(16, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_cpp_wrapper_is_refused(recipe):
+    """It would end the process: torch passes a list of one tensor wrongly."""
+    compiled = fp8_compile(mlp(), recipe)
+    with torch._inductor.config.patch(cpp_wrapper=True), pytest.raises(Exception, match=r"190551.*TORCHINDUCTOR_CPP_WRAPPER=0"):
+        compiled(torch.randn(16, 64))
+
+
+def by_name(model, recipe, options, **own):
+    return torch.compile(model, backend="fp8pass", options={"recipe": recipe, **own, **options})
+
+
+@pytest.mark.parametrize(
+    ("compile_model", "given"),
+    [
+        *((compile_model, {"backend": "aot_eager"}) for compile_model in (fp8_compile, by_name)),
+        (fp8_compile, {"backend": "aot_eager", "in_place": True}),
+        *rest([(fp8_compile, {}), (fp8_compile, {"in_place": True})]),
+    ],
+)
+def test_guard_filter_fn_is_torch_compiles(compile_model, given):
+    seen = []
+
+    def keep(guards):
+        seen.extend(guards)
+        return [True] * len(guards)
+
+    options = {"guard_filter_fn": keep, **({} if "backend" in given else {"epilogue_fusion": False})}
+    before = dict(options)
+    train(compile_model(mlp(), "current", options=options, **given), torch.randn(16, 64))
+    assert seen
+    assert options == before, "the dict stays as it was, for the next model"
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -5,6 +5,7 @@ that kept its values.
 """
 
 import copy
+import functools
 import io
 
 import pytest
@@ -18,7 +19,7 @@ from fp8pass.options import CompileOptions
 from fp8pass.weights import released as without_values
 from fp8pass.weights import releases
 from tests.support.cases import rest
-from tests.support.models import mlp
+from tests.support.models import Net, mlp
 from tests.support.moe import MoE
 from tests.support.training import fp8, gradients, same
 
@@ -105,30 +106,23 @@ def bytes_of(model, compiled):
 
 
 SIZES = ((64, 96), (50, 33))
-FAST, OTHERS = ([(recipe, *SIZES[(i + turn) % 2]) for i, recipe in enumerate(RECIPES)] for turn in range(2))
+FAST, OTHERS = (
+    [(recipe, functools.partial(Adapted, *SIZES[(i + turn) % 2]), {}) for i, recipe in enumerate(RECIPES)] for turn in range(2)
+)
+CHECKPOINTED = [(recipe, Adapted, {"checkpoints": True}) for recipe in ("rowwise", "delayed")]
+EXPERTS = [(recipe, AdaptedExperts, {}) for recipe in ("delayed", Float8BlockScaling(x_block_scaling_dim=1))]  # turned, too
 
 
-@pytest.mark.parametrize(("recipe", "width", "hidden"), [*FAST, *rest(OTHERS)])
-def test_training_is_equal_without_the_values(recipe, width, hidden):
-    model, compiled = released(recipe, lambda: Adapted(width, hidden), 3, compares=True)
-    report, (high, low), numel = inspect(compiled), bytes_of(model, compiled), 2 * width * hidden
+@pytest.mark.parametrize(("recipe", "make", "options"), [*FAST, CHECKPOINTED[0], *rest([*OTHERS, CHECKPOINTED[1], *EXPERTS])])
+def test_training_is_equal_without_the_values(recipe, make, options):
+    model, compiled = released(recipe, make, 3, compares=True, **options)
+    weights = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad and p.dim() > 1}
+    report, (high, low), numel = inspect(compiled), bytes_of(model, compiled), sum(weights.values())
     assert high == 0
-    if (width, hidden) == SIZES[0]:
+    if numel == 2 * 64 * 96:
         assert numel <= low <= numel * (1.05 if RECIPES[recipe] else 2.2)
-    names = ("base.0.weight", "base.2.weight")
-    assert {name: r.bytes for name, r in report.released.items()} == dict.fromkeys(names, 2 * numel)
-    assert f"2 frozen weights are released: {4 * numel:,} bytes of high precision are free." in str(report)
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", *rest(["delayed"])])
-def test_checkpointing(recipe):
-    released(recipe, num_steps=3, checkpoints=True, compares=True)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", Float8BlockScaling(x_block_scaling_dim=1)])
-def test_experts_are_turned_too(recipe):
-    _, compiled = released(recipe, AdaptedExperts, 3, compares=True)
-    assert reasons(compiled)["stack"] is None
+    assert {name: r.bytes for name, r in report.released.items()} == {name: 4 * count for name, count in weights.items()}
+    assert f"{len(weights)} frozen weights are released: {4 * numel:,} bytes of high precision are free." in str(report)
 
 
 def test_generated_code():
@@ -168,18 +162,13 @@ def test_reading_raises_and_what_reads_nothing_does_not():
     assert list(model.state_dict()) == list(Adapted().state_dict())
 
 
-def loaded(model, **options):
-    model.load_state_dict({k: v * 1.5 for k, v in Adapted().state_dict().items()}, **options)
-
-
-def assigned(model):
-    model.base[0].weight.data = torch.full((96, 64), 0.01)
-
-
-@pytest.mark.parametrize("change", [loaded, lambda model: loaded(model, assign=True), assigned])
-def test_new_values_are_taken_and_given_back_again(change):
+@pytest.mark.parametrize("way", ["load", "load by assigning", "assign"])
+def test_new_values_are_taken_and_given_back_again(way):
     model, compiled = released(num_steps=1)
-    change(model)
+    if way == "assign":
+        model.base[0].weight.data = torch.full((96, 64), 0.01)
+    else:
+        model.load_state_dict({k: v * 1.5 for k, v in Adapted().state_dict().items()}, assign=way != "load")
     state(compiled).restore_weights()
     fresh = copy.deepcopy(model)
     expected = train(fresh, fp8(fresh, weight_copies="save"), 1)
@@ -250,16 +239,15 @@ def test_uncompiled_models_have_their_values_and_other_compiled_ones_find_the_co
 # -- what keeps its values
 
 
-class Merged(Adapted):
+def test_weights_with_other_readers_stay():
     """The second base weight is read by an adapter's merge, too, the first one by an embedding."""
 
-    def forward(self, x):
-        h = self.base[0](x) + self.adapter(x)
-        merged = h @ (self.base[2].weight * 0.5).t() + self.base[2](h)
-        return merged + nn.functional.embedding(torch.arange(16), self.base[0].weight)
+    class Merged(Adapted):
+        def forward(self, x):
+            h = self.base[0](x) + self.adapter(x)
+            merged = h @ (self.base[2].weight * 0.5).t() + self.base[2](h)
+            return merged + nn.functional.embedding(torch.arange(16), self.base[0].weight)
 
-
-def test_weights_with_other_readers_stay():
     model, compiled = released(make=Merged)
     assert reasons(compiled) == {
         "base.0.weight": "readers: embedding of a compiled graph reads it in high precision",
@@ -286,36 +274,24 @@ def test_evaluation_first_waits_for_the_training_graph():
 
 
 @pytest.mark.filterwarnings("ignore:.* has more than doubled")
-def test_a_scale_that_may_change_keeps_the_values():
+def test_a_scale_that_may_change_and_scales_that_are_laid_out_otherwise_keep_the_values():
     model = Adapted()
     compiled = fp8(model, DelayedScaling(initial_scale="one"), release_frozen=True)
     compiled(X[0]).sum().backward()
     assert set(reasons(compiled).values()) == {"scales: the next step may change its scale"}
     train(model, compiled, 1)
     assert bytes_of(model, compiled)[0] == 0
-
-
-def test_experts_whose_scales_are_laid_out_otherwise_keep_their_values():
     compiled = fp8(AdaptedMoE(), "mxfp8", release_frozen=True)
     compiled(X[0].bfloat16()).float().sum().backward()
     assert inspect(compiled).released["moe.up"].reason.kind is ReasonKind.SHAPE
     assert "keep high precision: shape: a batch of matrices with scales of parts of rows" in str(inspect(compiled))
 
 
-class Tied(nn.Module):
-    """The compiled forward reads the weight in FP8 alone; the embedding is called outside of it, by the user."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, h):
-        return self.head(h)
-
-
 def test_an_embedding_that_eager_code_reads_keeps_its_values():
-    model = Tied().requires_grad_(False)
+    """The compiled forward reads the weight in FP8 alone; the embedding is called outside of it, by the user."""
+    model = Net(lambda m, h: m.head(h), embedding=nn.Embedding(96, 64), head=nn.Linear(64, 96, bias=False))
+    model.head.weight = model.embedding.weight
+    model.requires_grad_(False)
     compiled = fp8(model, release_frozen=True)
     for _ in range(2):
         compiled(model.embedding(torch.arange(16)))
@@ -368,15 +344,14 @@ def test_eager_code_never_reads_a_released_weight(place, is_first, monkeypatch):
         assert torch.equal(compiled(X[0]), expected)
 
 
-class Broken(Adapted):
-    def forward(self, x):
-        h = self.base[0](x)
-        torch._dynamo.graph_break()
-        return self.base[2](h + self.adapter(x))
-
-
 @pytest.mark.parametrize("can_refuse", [False, True])
 def test_graph_breaks_only_where_reads_are_refused(can_refuse, monkeypatch):
+    class Broken(Adapted):
+        def forward(self, x):
+            h = self.base[0](x)
+            torch._dynamo.graph_break()
+            return self.base[2](h + self.adapter(x))
+
     monkeypatch.setattr(releases, "CAN_REFUSE", can_refuse)
     _, compiled = released(make=Broken)
     assert set(reasons(compiled).values()) == {None if can_refuse else CODE}
@@ -390,16 +365,11 @@ def test_a_call_lets_the_parameters_of_other_models_refuse():
     def note():
         seen.append(type(weight).__name__)
 
-    class Other(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 96, bias=False)
+    def noted(m, x):
+        note()
+        return m.linear(x)
 
-        def forward(self, x):
-            note()
-            return self.linear(x)
-
-    other = Other()
+    other = Net(noted, linear=nn.Linear(64, 96, bias=False))
     compiled = fp8(other)
     for _ in range(3):
         compiled(X[0]).sum().backward()

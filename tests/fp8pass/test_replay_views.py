@@ -55,14 +55,6 @@ MOVES = {
 }
 
 
-@each("case", MOVES)
-def test_blocks_that_stay_whole(case):
-    function, keeps_rows, keeps_blocks = MOVES[case]
-    wait, result = gathered(function)
-    assert gathers.keeps_blocks(result, wait, 1) == keeps_rows
-    assert gathers.keeps_blocks(result, wait, 4) == keeps_blocks
-
-
 def test_no_block_fits_into_dynamic_sizes():
     wait, result = gathered(lambda g: g.unsqueeze(0), mode="symbolic")
     assert not gathers.keeps_blocks(wait, wait, 1)
@@ -78,9 +70,11 @@ def run(node, build, data):
 
 
 @each("case", MOVES)
-def test_moves_repeated_on_bytes(case):
-    function, *_ = MOVES[case]
+def test_blocks_that_stay_whole_and_moves_repeated_on_bytes(case):
+    function, keeps_rows, keeps_blocks = MOVES[case]
     wait, result = gathered(function)
+    assert gathers.keeps_blocks(result, wait, 1) == keeps_rows
+    assert gathers.keeps_blocks(result, wait, 4) == keeps_blocks
     data = torch.arange(ROWS * COLS, dtype=torch.uint8).view(ROWS, COLS)
     moved = run(result, lambda node, start, call: gathers.replay(node, {wait: start}, call), data)
     assert moved.equal(function(data))

@@ -1,6 +1,7 @@
 """Graphs that others trace and own: make_fx's traces of a whole step, and AOTAutograd's joint graphs."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -235,13 +236,13 @@ def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
 
 
 def test_the_state_of_another_graph_under_equal_rules_is_refused():
-    graph, names = traced(mlp(32, 64, 32), square, torch.randn(16, 32))
-    other, other_names = traced(
-        nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)), square, torch.randn(16, 32)
+    one, other = mlp(32, 64, 32), nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 32))
+    one, other = (
+        rewrite_graph(graph, "delayed", inputs=names).state
+        for graph, names in (traced(model, square, torch.randn(16, 32)) for model in (one, other))
     )
-    saved = rewrite_graph(graph, "delayed", inputs=names).state.state_dict()
     with pytest.raises(CheckpointMismatchError, match="missing"):
-        rewrite_graph(other, "delayed", inputs=other_names).state.load_state_dict(saved)
+        other.load_state_dict(one.state_dict())
 
 
 # -- AOTAutograd's joint graphs
@@ -324,3 +325,30 @@ def test_a_trace_that_returns_gradients_alone_records_amaxes(differentiate):
     rewritten.state.step()
     assert rewritten.state.scale("proj:weight") == torch.tensor(448.0) / w.detach().abs().max()
     assert rewritten.state.scale("proj:grad_output") != 1
+
+
+def test_a_snapshot_has_arguments_of_every_kind_and_no_later_changes_of_the_graph():
+    """Every place in which a node can stand: lists, tuples, dicts, slices and keyword arguments; and numbers beside nodes."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    both = graph.call_function(torch.cat, ([x, y],), {"dim": 1})
+    size = graph.call_method("size", (both, 1))
+    part = graph.call_function(torch.Tensor.__getitem__, (both, (slice(None, size, None), 0)))
+    graph.output({"part": part, "numbers": (0, 1, [2, True])}, type_expr=dict)
+    x.meta["first"] = True
+    before, snapshot = str(graph), traces.Snapshot.take(graph)
+    held = [o for n in snapshot.nodes for o in gc.get_referents(n.args, n.kwargs, n.meta)]
+    assert not any(isinstance(o, fx.Node) for o in held), "it keeps no node alive"
+    copy = snapshot.restore()
+    assert str(copy) == before
+    assert copy.output_node().type is dict
+    given = torch.randn(3, 2), torch.randn(3, 1)
+    found, wanted = (fx.Interpreter(fx.GraphModule({}, g)).run(*given) for g in (copy, graph))
+    assert found["part"].equal(wanted["part"])
+    assert found["numbers"] == wanted["numbers"] == (0, 1, [2, True])
+    assert not set(copy.nodes) & set(graph.nodes)
+    x.meta["later"] = True
+    both.update_arg(0, [x])
+    restored = snapshot.restore()
+    assert str(restored) == before != str(graph)
+    assert next(iter(restored.nodes)).meta == {"first": True}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, monitor, state
 from fp8pass.scales import store
+from tests.support.cases import rest
 from tests.support.training import fp8, fp8_mlp, gradients, same
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -108,14 +109,16 @@ def test_hooks_around_a_model(name):
     assert all(v.item() > 1e3 for k, v in saved.items() if "grad_output" in k and k.endswith(".scale"))
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise", "rowwise", "mxfp8"])
-def test_hooks_see_bytes_of_fp8_tensors_and_statistics_are_kept(recipe):
-    """NumPy has no FP8."""
-    check_unchanged(lambda: hooks_of("NumPy"), recipe=recipe, measured=True, steps=2)
-
-
-def test_hooks_around_generated_code():
-    check_unchanged(lambda: hooks_of("clone"), backend="inductor", steps=3)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("NumPy", {"recipe": r, "measured": True, "steps": 2}) for r in ("current", "blockwise", "rowwise", "mxfp8")),
+        *rest([("clone", {"backend": "inductor", "steps": 3})]),
+    ],
+)
+def test_hooks_that_see_bytes_of_fp8_tensors_and_hooks_around_generated_code(name, options):
+    """NumPy has no FP8; statistics are kept."""
+    check_unchanged(lambda: hooks_of(name), **options)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

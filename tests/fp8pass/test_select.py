@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from tests.support.cases import each, rest
-from tests.support.models import LlamaBlock, Net, Stack
+from tests.support.models import LlamaBlock, Net, Stack, mlp
 from tests.support.selection import (
     BYTES,
     EXPERTS,
@@ -35,39 +35,19 @@ BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 # -- routers
 
 
-def topk_softmax(logits, h, experts):
-    weights, chosen = logits.topk(2)
-    return (h[:, None] * experts[chosen] * weights.softmax(-1)[..., None]).sum(1)
+def linears(*names, **sizes):
+    return {name: nn.Linear(WIDTH, sizes.get(name, WIDTH)) for name in (*names, *sizes)}
 
 
-def sigmoid_argmax(logits, h, experts):
-    scores = logits.float().sigmoid()
-    mask = F.one_hot(scores.argmax(-1), logits.shape[-1]).to(h.dtype)
-    return h * torch.einsum("te,ed->td", mask * scores, experts)
+def gathered_rows(logits, h, experts):
+    """A mixture of depths: the best tokens go through the layer."""
+    rows = logits.amax(-1).topk(16).indices[:, None].expand(-1, WIDTH)
+    return h.scatter_add(0, rows, torch.tanh(h.gather(0, rows) * experts[0]))
 
 
-def sort(logits, h, experts):
-    weights, order = torch.sort(logits.softmax(-1), descending=True)
-    return h * experts[order[:, 0]] * weights[:, :1]
-
-
-def argsort(logits, h, experts):
-    return h * experts.index_select(0, torch.argsort(logits.softmax(-1), dim=-1, descending=True)[:, 0])
-
-
-def multinomial(logits, h, experts):
-    return h * experts[torch.multinomial(logits.softmax(-1), 1)[:, 0]]
-
-
-def max_with_indices(logits, h, experts):
-    weights, chosen = logits.softmax(-1).max(-1)
-    return h * F.embedding(chosen, experts) * weights[:, None]
-
-
-def dense_gates(logits, h, experts):
-    weights, chosen = logits.softmax(-1).topk(2)
-    gates = torch.zeros_like(logits).scatter(1, chosen, weights)
-    return (gates[:, :, None] * (h[:, None] * experts)).sum(1)
+def mixed(h, experts, weights, chosen):
+    """The two best experts of each row."""
+    return (h[:, None] * experts[chosen] * weights[..., None]).sum(1)
 
 
 def two_argmaxes(logits, h, experts):
@@ -97,63 +77,58 @@ def where_loop(logits, h, experts):
     return out
 
 
-def gathered_rows(logits, h, experts):
-    """A mixture of depths: the best tokens go through the layer."""
-    rows = logits.amax(-1).topk(16).indices[:, None].expand(-1, WIDTH)
-    return h.scatter_add(0, rows, torch.tanh(h.gather(0, rows) * experts[0]))
+ROUTERS = {  # of logits, rows and experts
+    "softmax, topk": softmax_topk,
+    "topk, softmax": lambda y, h, e: mixed(h, e, y.topk(2)[0].softmax(-1), y.topk(2)[1]),
+    "argmax": lambda y, h, e: h * ((F.one_hot((s := y.sigmoid()).argmax(-1), EXPERTS).to(h.dtype) * s) @ e),
+    "sort": lambda y, h, e: h * e[(order := y.softmax(-1).sort(descending=True))[1][:, 0]] * order[0][:, :1],
+    "argsort": lambda y, h, e: h * e.index_select(0, y.softmax(-1).argsort(-1, descending=True)[:, 0]),
+    "multinomial": lambda y, h, e: h * e[torch.multinomial(y.softmax(-1), 1)[:, 0]],
+    "max": lambda y, h, e: h * F.embedding((best := y.softmax(-1).max(-1))[1], e) * best[0][:, None],
+    "scatter": lambda y, h, e: h * (torch.zeros_like(y).scatter(1, (best := y.softmax(-1).topk(2))[1], best[0]) @ e),
+    **{f.__name__: f for f in (two_argmaxes, expert_choice, grouped_sigmoid, masked_loop, where_loop, gathered_rows)},
+}
 
 
-ROUTERS = [
-    *(softmax_topk, topk_softmax, sigmoid_argmax, sort, argsort, multinomial, max_with_indices, dense_gates, two_argmaxes),
-    *(expert_choice, grouped_sigmoid, masked_loop, where_loop, gathered_rows),
-]
-
-
-@pytest.mark.parametrize("choose", ROUTERS, ids=lambda f: f.__name__)
-def test_a_router_is_found_with_its_gradients(choose):
-    found = decisions(Mixture(choose), tokens_in())
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_router_is_found_with_its_gradients_in_inference_and_in_inductors_graphs(kind):
+    model, x = Mixture(ROUTERS[kind]), tokens_in()
+    found = decisions(model, x)
     assert set(found["gate"].values()) == {"routing"}
     assert "output" in found["gate"]
     assert found["inner"] == dict.fromkeys(("output", "grad_input", "grad_weight"), "fp8")
+    if kind in ("grouped_sigmoid", "argmax", "masked_loop"):
+        with torch.no_grad():
+            inference = kinds(model, x, backward=False)
+        for found in (inference, kinds(model, x, backend="inductor", backward=False)):
+            assert (found["gate"], found["inner"]) == ("routing", "fp8")
 
 
-@pytest.mark.parametrize("choose", [grouped_sigmoid, sigmoid_argmax, masked_loop], ids=lambda f: f.__name__)
-def test_a_router_is_found_in_inference_and_in_inductors_graphs(choose):
-    model, x = Mixture(choose), tokens_in()
-    with torch.no_grad():
-        inference = kinds(model, x, backward=False)
-    for found in (inference, kinds(model, x, backend="inductor", backward=False)):
-        assert (found["gate"], found["inner"]) == ("routing", "fp8")
+def broken_after_topk(m, x):
+    weights, chosen = m.gate(x).softmax(-1).topk(2)
+    h = m.inner(x)
+    torch._dynamo.graph_break()
+    return mixed(h, m.experts, weights, chosen)
 
 
-class BrokenAfterTopK(Mixture):
-    def forward(self, x):
-        weights, chosen = self.gate(x).softmax(-1).topk(2)
-        h = self.inner(x)
-        torch._dynamo.graph_break()
-        return (h[:, None] * self.experts[chosen] * weights[..., None]).sum(1)
+def broken_after_one_hot(m, x):
+    mask, h = F.one_hot(m.gate(x).argmax(-1), EXPERTS), m.inner(x)
+    mask = mask * (mask.cumsum(0) <= TOKENS // 2)  # an expert takes so many tokens
+    torch._dynamo.graph_break()
+    return h * (mask.to(h.dtype) @ m.experts)
 
 
-class BrokenAfterOneHot(Mixture):
-    def forward(self, x):
-        mask, h = F.one_hot(self.gate(x).argmax(-1), EXPERTS), self.inner(x)
-        mask = mask * (mask.cumsum(0) <= TOKENS // 2)  # an expert takes so many tokens
-        torch._dynamo.graph_break()
-        return h * (mask.to(h.dtype) @ self.experts)
-
-
-class BrokenByNonzero(Mixture):
+def broken_by_nonzero(m, x):
     """The first graph returns the mask of the first expert."""
-
-    def forward(self, x):
-        h = self.inner(x)
-        rows = (self.gate(x).argmax(-1) == 0).nonzero().flatten()
-        return h.index_add(0, rows, h[rows])
+    h = m.inner(x)
+    rows = (m.gate(x).argmax(-1) == 0).nonzero().flatten()
+    return h.index_add(0, rows, h[rows])
 
 
-@pytest.mark.parametrize("model_class", [BrokenAfterTopK, BrokenAfterOneHot, BrokenByNonzero])
-def test_a_router_whose_rows_the_next_graph_takes(model_class):
-    found = kinds(model_class(None), tokens_in())
+@pytest.mark.parametrize("forward", [broken_after_topk, broken_after_one_hot, broken_by_nonzero])
+def test_a_router_whose_rows_the_next_graph_takes(forward):
+    experts = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 8)
+    found = kinds(Net(forward, experts=experts, **linears("inner", gate=EXPERTS)), tokens_in())
     assert (found["gate"], found["inner"]) == ("routing", "fp8")
 
 
@@ -164,24 +139,22 @@ def test_all_gemms_that_decide_together_are_routers():
         logits = m.gate(x) + torch.randn(TOKENS, EXPERTS) * F.softplus(m.noise(x))
         return m.up(x) * softmax_topk(logits, torch.ones(TOKENS, EXPERTS), m.experts)
 
-    layers = {name: nn.Linear(WIDTH, EXPERTS) for name in ("gate", "noise", "up")}
-    model = Net(noisy, experts=nn.Parameter(torch.randn(EXPERTS, EXPERTS)), **layers)
+    experts = nn.Parameter(torch.randn(EXPERTS, EXPERTS))
+    model = Net(noisy, experts=experts, **linears(gate=EXPERTS, noise=EXPERTS, up=EXPERTS))
     assert kinds(model, tokens_in()) == {"gate": "routing", "noise": "routing", "up": "fp8"}
 
 
 # -- what is no router
 
 
-class Classifier(nn.Module):
+def classifier(after):
     """A classifier whose logits `after` turns into what it returns."""
 
-    def __init__(self, after):
-        super().__init__()
-        self.inner, self.out, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS), after
+    def forward(m, x, labels):
+        logits = m.out(torch.tanh(m.inner(x)))
+        return logits, after(logits, labels)
 
-    def forward(self, x, labels):
-        logits = self.out(torch.tanh(self.inner(x)))
-        return logits, self.after(logits, labels)
+    return Net(forward, **linears("inner", out=EXPERTS))
 
 
 def confidence(logits, labels):
@@ -211,7 +184,7 @@ NO_ROUTERS = {
 
 @pytest.mark.parametrize("after", NO_ROUTERS.values(), ids=NO_ROUTERS)
 def test_metrics_and_predictions_make_no_router(after):
-    assert kinds(Classifier(after), tokens_in(), torch.randint(EXPERTS, (TOKENS,))) == {"inner": "fp8", "out": "fp8"}
+    assert kinds(classifier(after), tokens_in(), torch.randint(EXPERTS, (TOKENS,))) == {"inner": "fp8", "out": "fp8"}
 
 
 def hard_examples(logits, labels):
@@ -228,7 +201,7 @@ def pseudo_labels(logits, labels):
 @BACKENDS
 @pytest.mark.parametrize("loss", [hard_examples, pseudo_labels], ids=lambda f: f.__name__)
 def test_a_losss_gemm_is_a_head_and_no_router(loss, backend):
-    found = kinds(Classifier(loss), tokens_in(), torch.randint(EXPERTS, (TOKENS,)), backend=backend, backward=False)
+    found = kinds(classifier(loss), tokens_in(), torch.randint(EXPERTS, (TOKENS,)), backend=backend, backward=False)
     assert found == {"inner": "fp8", "out": "head"}
 
 
@@ -247,8 +220,7 @@ def test_a_contrastive_loss_has_no_router(backend):
         loss = F.cross_entropy(logits, here) + F.cross_entropy(logits.t(), here)
         return loss, (logits.argmax(-1) == here).float().mean()
 
-    model = Net(contrastive, left=nn.Linear(WIDTH, WIDTH), right=nn.Linear(WIDTH, WIDTH))
-    found = kinds(model, tokens_in(), tokens_in(), backend=backend, backward=False)
+    found = kinds(Net(contrastive, **linears("left", "right")), tokens_in(), tokens_in(), backend=backend, backward=False)
     assert found.pop("left") == found.pop("right") == "fp8"
     assert "routing" not in found.values()
 
@@ -258,8 +230,9 @@ def read_as_activation(m, x):
     return m.inner(m.queries.weight) + m.mix(x).softmax(-1) @ m.queries.weight
 
 
-def linears(*names, **sizes):
-    return {name: nn.Linear(WIDTH, sizes.get(name, WIDTH)) for name in (*names, *sizes)}
+def autoencoded(m, x):
+    """By a codebook, whose index is computed in the graph."""
+    return m.decode(m.book(torch.cdist(m.encode(x)[None], m.book.weight[None])[0].argmin(-1)))
 
 
 #: Models all of whose GEMMs are in FP8, with their inputs; a second block as one that is compiled by itself.
@@ -271,10 +244,7 @@ ALL_IN_FP8 = {
         (TOKENS, WIDTH),
     ),
     "few rows": (lambda: nn.Linear(WIDTH, WIDTH), (4, WIDTH)),
-    "an autoencoder": (
-        lambda: nn.Sequential(nn.Linear(VOCABULARY, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)),
-        (TOKENS, VOCABULARY),
-    ),
+    "an autoencoder": (lambda: mlp(VOCABULARY, WIDTH, VOCABULARY), (TOKENS, VOCABULARY)),
 }
 
 
@@ -286,12 +256,7 @@ def test_neither_routers_nor_heads(make, shape):
 
 
 def test_a_codebook_makes_no_head():
-    """A VQ autoencoder: the codebook's index is computed in the graph."""
-
-    def forward(m, x):
-        return m.decode(m.book(torch.cdist(m.encode(x)[None], m.book.weight[None])[0].argmin(-1)))
-
-    model = Net(forward, book=nn.Embedding(VOCABULARY, WIDTH), **linears("encode", decode=VOCABULARY))
+    model = Net(autoencoded, book=nn.Embedding(VOCABULARY, WIDTH), **linears("encode", decode=VOCABULARY))
     found = kinds(model, torch.randn(TOKENS, WIDTH))
     assert found["encode"] == found["decode"] == "fp8"
 
@@ -570,12 +535,8 @@ def test_adapters_are_thin_below_32(rank, kind):
 # -- the order of things: rules, then structure
 
 
-def tied():
-    return Language(tie=True)
-
-
 def test_rules_decide_where_they_match_and_nowhere_else():
-    model, text = tied(), sentence()
+    model, text = Language(tie=True), sentence()
     assert kinds(model, text, rules={"projection": "current"}) == {"inner": "fp8", "projection": "fp8"}
     assert kinds(model, text, rules={"*": "delayed"}, recipe="blockwise") == {"inner": "fp8", "projection": "fp8"}
     assert kinds(model, text, rules={"inner": None}) == {"inner": "rule", "projection": "head"}
@@ -583,16 +544,11 @@ def test_rules_decide_where_they_match_and_nowhere_else():
     assert found["projection"] == {"output": "head", "grad_input": "head", "grad_weight": "fp8"}
 
 
-def test_all_selects_everything():
-    for model, given in ((Mixture(softmax_topk), tokens_in()), (tied(), sentence()), (lora(8), tokens_in())):
-        assert set(kinds(model, given, select="all").values()) == {"fp8"}
-
-
 @pytest.mark.parametrize(
     ("make", "argument", "module"),
     [
         (lambda: Mixture(softmax_topk), tokens_in, "gate"),
-        (tied, sentence, "projection"),
+        (lambda: Language(tie=True), sentence, "projection"),
         (NanoGPT, sentence, "lm_head"),
         (lambda: nn.Sequential(lora(8), lora(8)), tokens_in, "1.down"),
     ],

@@ -192,18 +192,6 @@ def test_addmm_with_a_bias_of_any_shape(bias_shape, width, recipe):
     assert all(g.quantized for g in inspect(compiled).gemms)
 
 
-@pytest.mark.parametrize("factors", [{"alpha": 0.5}, {"beta": 2.0}, {"alpha": 0.5, "beta": 0.0}])
-def test_addmm_with_factors_stays_and_its_gradients_do_not(factors):
-    def scaled(bias, x, w):
-        return torch.addmm(bias, x, w, **factors)
-
-    compiled = fp8_compile(scaled, "current", backend="aot_eager")
-    check(compiled, scaled, *(torch.randn(s) for s in ((48,), (24, 32), (32, 48))), **LINEAR)
-    reasons = {g.role: g.reason for g in inspect(compiled).gemms}
-    assert reasons["output"].startswith("unsupported op: addmm with")
-    assert reasons["grad_input"] is reasons["grad_weight"] is None
-
-
 # -- who needs a gradient
 
 FROZEN = {"weight": {"output", "grad_input"}, "input": {"output", "grad_weight"}}
@@ -228,13 +216,3 @@ def test_gradients_that_nobody_needs_are_not_computed(recipe, frozen):
         found = step(call, linear, x, loss=normal)
     assert_close(found, expected, **LINEAR)
     assert {g.role for g in inspect(compiled).gemms} == FROZEN[frozen]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", *rest(["current", "blockwise", "rowwise"])])
-def test_tied_weight_has_one_gradient_of_both_uses(recipe):
-    layers = {"embedding": nn.Embedding(80, 48), "inner": nn.Linear(48, 48), "head": nn.Linear(48, 80, bias=False)}
-    model = Net(lambda m, tokens: m.head(torch.tanh(m.inner(m.embedding(tokens)))), **layers)
-    model.head.weight = model.embedding.weight
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
-    check(compiled, model, torch.randint(80, (2, 12)), warm_up=2)
-    assert len(inspect(compiled).gemms) == 6

@@ -98,32 +98,28 @@ def test_a_step_of_many_blocks_has_one_boundary(compile_block):
         assert all(s.clock.is_step_pending for s in sessions_of(blocks))
 
 
-def test_manual_steps_have_one_update():
-    blocks = compiled_blocks(5, step="manual")
-    for step in range(3):
-        train(blocks, step)
-        with counted() as updates:
-            fp8pass.state(blocks).step()
-        assert len(updates) == 1
+OTHER = fp8pass.DelayedScaling(amax_history_len=5)
 
 
-def test_blocks_with_other_settings_have_their_own_boundary():
-    blocks = make_blocks(4)
-    for i, block in enumerate(blocks):
-        in_place(block, RECIPE if i % 2 else fp8pass.DelayedScaling(amax_history_len=5))
-    for step in range(3):
-        with counted() as updates:
-            train(blocks, step)
-    assert len(updates) == 2
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_blocks_share_a_boundary(use_reentrant):
-    blocks = compiled_blocks(3)
+@pytest.mark.parametrize(
+    ("recipes", "options", "checkpoints", "count"),
+    [
+        ([RECIPE] * 5, {"step": "manual"}, {}, 1),
+        ([RECIPE, OTHER] * 2, {}, {}, 2),
+        *(([RECIPE] * 3, {}, {"use_reentrant": reentrant}, 1) for reentrant in (False, True)),
+    ],
+    ids=["manual steps", "other settings", "checkpointed", "checkpointed reentrantly"],
+)
+def test_blocks_of_equal_settings_share_a_boundary(recipes, options, checkpoints, count):
+    blocks = make_blocks(len(recipes))
+    for block, recipe in zip(blocks, recipes, strict=True):
+        in_place(block, recipe, **options)
     for step in range(3):
         with counted() as updates:
-            run(blocks, batch(step).requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
-    assert len(updates) == 1
+            run(blocks, batch(step).requires_grad_(), **checkpoints).square().mean().backward()
+            if options:
+                fp8pass.state(blocks).step()
+    assert len(updates) == count
 
 
 def test_a_backward_that_is_to_come_keeps_the_boundary_apart():

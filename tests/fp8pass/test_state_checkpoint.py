@@ -27,10 +27,14 @@ def test_parse_key_reads_what_key_of_writes_which_is_no_entry_of_another_kind(en
 
 
 @pytest.mark.parametrize("text", ["recorded", "num_tensors", "wq:input", "wq.scale", "wq:input.scale@", "wq:input.scale@x"])
-def test_other_texts_are_refused(text):
+def test_other_texts_and_a_tensor_without_all_its_entries_are_refused(text):
     with pytest.raises(CheckpointMismatchError, match="is not an entry of an fp8pass state") as raised:
         parse_key(text)
     assert "is not the" in str(raised.value.__cause__)
+    state_dict = view.save_store(filled_store(["wq:input"]))
+    del state_dict["wq:input.scale"]
+    with pytest.raises(CheckpointMismatchError, match="the saved state of 'wq:input' lacks scale"):
+        view.read_entries(state_dict, 0)
 
 
 def filled_store(names, seed=0) -> DelayedStore:
@@ -81,10 +85,3 @@ def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
     for name in TWO_FORMATS:
         staged = max(store.amax_history[0, store.column(name)] for store in stores)
         assert saved[name]["amax_history"][0] == staged
-
-
-def test_a_tensor_without_all_its_entries_is_refused():
-    state_dict = view.save_store(filled_store(["wq:input"]))
-    del state_dict["wq:input.scale"]
-    with pytest.raises(CheckpointMismatchError, match="the saved state of 'wq:input' lacks scale"):
-        view.read_entries(state_dict, 0)

@@ -194,7 +194,7 @@ def test_the_model_is_left_as_it_was():
     assert "forward" not in vars(model)
 
 
-def test_dropout_is_the_same_in_every_pass():
+def test_dropout_is_the_same_in_every_pass_and_searches_repeat(small):
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
     losses = []
 
@@ -208,6 +208,8 @@ def test_dropout_is_the_same_in_every_pass():
     assert first == again != moved
     assert small_step(model).item() == pytest.approx(first, rel=1e-5)  # the mask that comes next, as if nothing had run
     assert small_step(model).item() != pytest.approx(first, rel=1e-5)
+    found = [searched(small, checks=0) for _ in range(10)]  # more often than Dynamo compiles one function
+    assert all(f.to_dict() == found[0].to_dict() for f in found)
 
 
 def test_rules_fill_the_budget_in_the_order_of_the_ranking():
@@ -241,12 +243,6 @@ def test_what_it_returns(small, capsys):
     assert report.unmatched_rules == []
     assert {(g.module, g.role) for g in report.gemms if not g.quantized} == {(g.module, g.role) for g in found.gemms if g.kept}
     assert sum(g.flops for g in report.gemms if g.quantized) / sum(g.flops for g in report.gemms) == found.fp8_share
-
-
-def test_searching_again_and_again(small):
-    """More often than Dynamo compiles one function."""
-    found = [searched(small, checks=0) for _ in range(10)]
-    assert all(f.to_dict() == found[0].to_dict() for f in found)
 
 
 def trains(model):
@@ -311,11 +307,9 @@ class Product(nn.Module):
         return torch._grouped_mm(x, self.weight, offs=OFFS) if self.form == "grouped" else x @ self.weight
 
 
-def nearly_equal(found, expected):
-    """Matrix by matrix, as their magnitudes differ: sums in another order."""
-    found, expected = (x.double().view(-1, *x.shape[-2:]) for x in (found, expected))
-    largest = expected.abs().amax((1, 2)).clamp_min(1e-30)
-    return ((found - expected).abs().amax((1, 2)) / largest).max() < 1e-5
+def largest(x):
+    """Matrix by matrix, as their magnitudes differ."""
+    return x.double().view(-1, *x.shape[-2:]).abs().amax((1, 2))
 
 
 @pytest.mark.parametrize("form", ["mm", "bmm", "grouped"])
@@ -351,8 +345,8 @@ def test_products_are_those_of_the_rewritten_graph(form, name):
         offs = OFFS if is_grouped else None
         exact = by_groups(a, b, sums=role == "grad_weight") if is_grouped else a.float() @ b.float()
         found, expected = product_error(a, b, *roundings(checked, role, kinds), offs) + exact, expected.float()
-        if not is_grouped:
-            assert nearly_equal(found, expected), role
+        if not is_grouped:  # sums in another order
+            assert (largest(found - expected) <= 1e-5 * largest(expected)).all(), role
             continue
         found = found.bfloat16().float()
         if role != "grad_weight":

@@ -74,13 +74,13 @@ state(model).scale(3)  # arg-type: expected "str"
 """
 
 
-def mypy(file: pathlib.Path, cache: pathlib.Path) -> list[str]:
-    """mypy's report of a file, as strict as it can be, of an installed fp8pass: our own files raise no error."""
+def mypy(files: list[pathlib.Path], cache: pathlib.Path) -> list[str]:
+    """mypy's report of files, as strict as it can be, of an installed fp8pass: our own files raise no error."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", sys.executable]
-    command += ["--cache-dir", str(cache), "--no-error-summary", str(file)]
+    command += ["--cache-dir", str(cache), "--no-error-summary", *map(str, files)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=file.parent, env={**os.environ, "PYTHONPATH": path}
+        command, capture_output=True, text=True, timeout=300, cwd=files[0].parent, env={**os.environ, "PYTHONPATH": path}
     )
     assert done.returncode in (0, 1), done.stderr
     return done.stdout.splitlines()
@@ -95,19 +95,16 @@ def cache(request) -> pathlib.Path:
     return request.config.cache.mkdir("mypy")
 
 
-def test_mypy_accepts_a_right_file(tmp_path, cache):
-    file = tmp_path / "right.py"
-    file.write_text(RIGHT)
-    assert mypy(file, cache) == []
-
-
-def test_mypy_refuses_each_line_of_a_wrong_file(tmp_path, cache):
-    file = tmp_path / "wrong.py"
-    file.write_text(WRONG)
+def test_mypy_accepts_a_right_file_and_refuses_each_line_of_a_wrong_one(tmp_path, cache):
+    files = [tmp_path / "right.py", tmp_path / "wrong.py"]
+    for file, text in zip(files, (RIGHT, WRONG), strict=True):
+        file.write_text(text)
+    report = mypy(files, cache)
+    assert [line for line in report if not line.startswith("wrong.py")] == []
     expected = {i: m.groups() for i, line in enumerate(WRONG.splitlines(), 1) if (m := re.search(r"# ([\w|-]+): (.*)$", line))}
     assert len(expected) == 17
     found: dict[int, list[str]] = {}
-    for line in mypy(file, cache):
+    for line in report:
         if match := re.match(r"wrong\.py:(\d+): error: (.*)", line):
             found.setdefault(int(match[1]), []).append(match[2])
     assert found.keys() == expected.keys()

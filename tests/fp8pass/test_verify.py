@@ -31,9 +31,11 @@ def traced(recipe="delayed", **options) -> Joint:
     return trace(model, torch.randn(16, 32), recipe=recipe, **options)
 
 
-@pytest.fixture
-def work():
-    return traced().run("apply")
+def fresh(**options):
+    """A graph that everything is done to but what folds elements."""
+    work = traced(**options).run("apply")
+    check(work)
+    return work
 
 
 def check(work):
@@ -54,11 +56,15 @@ def copy_of(work, node):
         return work.graph.node_copy(node)
 
 
+def erase(work, node, instead):
+    node.replace_all_uses_with(instead)
+    work.graph.erase_node(node)
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 def test_what_the_passes_make_is_right(recipe, trains):
-    work = traced(recipe, trains=trains).run("apply")
-    check(work)
+    work = fresh(recipe=recipe, trains=trains)
     assert len(scaled_gemms(work.graph)) == (8 if trains else 3)
     # In training the other inputs are cast once per side of the partition; blockwise, they are not recomputed.
     found = [len(cast.matrices) for cast in casts(work.graph)]
@@ -67,78 +73,53 @@ def test_what_the_passes_make_is_right(recipe, trains):
     assert max(found) == (2 if recipe == "blockwise" and trains else 3)
 
 
-def test_nodes_in_a_wrong_order(work):
-    work.graph.output_node().prepend(scaled_gemms(work.graph)[0])
-    with pytest.raises(RuntimeError, match="scaled_mm"):
-        check(work)
-
-
 def test_every_operation_that_quantizes_is_known():
     every = {name for name in dir(ops) if "cast" in name or name == "quantize"}
     assert every == {target._schema.name.partition("::")[2] for target in CASTS}
 
 
-# -- GEMMs
-
-
-def test_a_gemm_that_is_still_there():
+def test_gemms_that_are_out_of_order_too_many_or_gone():
+    work = fresh()
+    work.graph.output_node().prepend(scaled_gemms(work.graph)[0])
+    with pytest.raises(RuntimeError, match="scaled_mm"):
+        check(work)
     refused(traced().run("plan launches"), "addmm is in high precision, the plan rewrites it")
-
-
-def test_a_gemm_that_is_gone(work):
+    work = fresh()
     node = scaled_gemms(work.graph)[0]
-    node.replace_all_uses_with(node.args[4])
-    work.graph.erase_node(node)
+    erase(work, node, node.args[4])
     refused(work, "addmm was planned for FP8, no scaled GEMM took its place")
-
-
-def test_a_scaled_gemm_too_many(work):
+    work = fresh()
     extra = copy_of(work, scaled_gemms(work.graph)[0])
     refused(work, f"{extra.name} multiplies in FP8, the plan has no such GEMM")
     check(dataclasses.replace(work, known=work.known | {extra}))
-
-
-def test_a_matmul_too_many(work):
+    work = fresh()
     x = work.graph.find_nodes(op="placeholder")[0]
     extra = cursor(work, work.graph.output_node()).call(aten.mm.default, x, cursor(work, x.next).call(aten.t.default, x))
     refused(work, f"{extra.name} multiplies in high precision, the plan does not keep it")
-
-
-def test_a_kept_gemm_that_is_gone():
-    work = traced(rules={"2": None}).run("apply")
-    check(work)
+    work = fresh(rules={"2": None})
     (node,) = calls(work.graph, aten.addmm.default)
-    node.replace_all_uses_with(node.args[0])
-    work.graph.erase_node(node)
+    erase(work, node, node.args[0])
     refused(work, f"{node.name} is gone, the plan keeps it: rule: '2' keeps high precision")
 
 
-# -- operands
-
-
-def test_the_same_operand_behind_something_that_is_no_view(work):
+def test_operands_of_another_value_format_or_size():
+    work = fresh()
     node = scaled_gemms(work.graph)[0]
-    node.update_arg(1, cursor(work, node).call(aten.clone.default, node.args[1]))
+    node.update_arg(1, cursor(work, node).call(aten.clone.default, node.args[1]))  # which is no view
     refused(work, f"{node.name}: b is {node.args[1].name}")
-
-
-def test_another_format(work):
+    work = fresh()
     node = scaled_gemms(work.graph)[0]
     data = node.args[0]
     data.meta["val"] = value_of(data).view(torch.uint8).view(E5M2)
     refused(work, f"{node.name}: a is {E5M2}, the plan says {E4M3}")
-
-
-def test_a_size_that_the_hardware_refuses(work):
+    work = fresh()
     node = scaled_gemms(work.graph)[0]
     node.update_arg(1, cursor(work, node).call(aten.slice.Tensor, node.args[1], 1, 0, 20))
     refused(work, f"{node.name}: N is 20, not a multiple of 16")
 
 
-# -- casts
-
-
-def test_a_launch_that_became_two(work):
+def test_casts_that_became_two_or_none_or_are_too_many():
+    work = fresh()
     (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     extra = copy_of(work, node)
     data = next(u for u in node.users if u.args[1] == 1)
@@ -148,42 +129,33 @@ def test_a_launch_that_became_two(work):
         {c: dataclasses.replace(q, maker=extra) for c, q in work.applied.copies.items() if q.data is data}
     )
     refused(work, f"a launch of 3 casts became 2 operations, {', '.join(sorted((node.name, extra.name)))}")
-
-
-def test_a_copy_that_no_cast_makes(work):
+    work = fresh()
     node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
     node.target = ops.quantize.default
     node.args, node.kwargs = (node.args[0][0], node.args[1][0], node.args[2]), {}
     refused(work, "b has item(copy(")
-
-
-def test_a_cast_too_many(work):
+    work = fresh()
     extra = copy_of(work, casts_by(ops.cast.default, work.graph.nodes, many=False)[0])
     extra.update_arg(1, [calls(work.graph, aten.select.int)[0]])
     refused(work, f"{extra.name} quantizes, the plan has no such cast")
     check(dataclasses.replace(work, known=work.known | {extra}))
+    work = fresh()
+    first = work.plan.launches[0]
+    plan = dataclasses.replace(work.plan, launches=(*work.plan.launches, first))
+    refused(dataclasses.replace(work, plan=plan), f"the plan makes rowwise {first[0].tensor.name} twice")
 
 
-def test_the_wrong_side_of_the_partition(work):
+def test_casts_on_the_wrong_side_of_the_partition():
+    work = fresh()
     (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     pin(node, backward=False)
     refused(work, f"{node.name} is tagged must_be_in_forward, the plan says not pinned")
     node.meta["partitioner_tag"] = "is_backward"
     refused(work, f"{node.name} is tagged is_backward, the plan quantizes 0:input before addmm")
-
-
-def test_a_cast_that_may_move_into_forward():
-    work = traced(weight_copies="recompute").run("apply")
-    check(work)
+    work = fresh(weight_copies="recompute")
     node = next(cast.node for cast in casts(work.graph) if is_pinned(cast.node))
     node.meta["partitioner_tag"] = "is_backward"
     refused(work, f"{node.name} is tagged is_backward, the plan says pinned")
-
-
-def test_a_tensor_that_is_quantized_twice(work):
-    first = work.plan.launches[0]
-    plan = dataclasses.replace(work.plan, launches=(*work.plan.launches, first))
-    refused(dataclasses.replace(work, plan=plan), f"the plan makes rowwise {first[0].tensor.name} twice")
 
 
 @pytest.mark.parametrize("wrong", ["not transposed", "other columns"])
@@ -201,10 +173,8 @@ def test_a_transposed_copy_of_other_bytes(wrong):
         refused(work, "b has stored" if wrong == "not transposed" else "b has slice 1 16 256 1 transpose stored")
 
 
-# -- recomputation, gathers
-
-
-def test_a_value_that_is_saved_instead_of_recomputed(work):
+def test_a_value_that_is_saved_instead_of_recomputed():
+    work = fresh()
     node = calls(work.graph, aten.gelu.default)[1]
     del node.meta["recompute"]
     refused(work, f"{node.name} is saved, the plan recomputes it for {node.name}")
@@ -230,41 +200,32 @@ def test_a_gather_that_sends_something_else_than_planned(is_planned):
         refused(dataclasses.replace(work, plan=plan), f"{gathered.gather.collective.name} gathers {expected}")
 
 
-# -- state
-
-
-def test_live_scales_that_backward_might_read_after_a_boundary(work):
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_another_use_of_the_state_and_records_that_the_partitioner_might_move(side):
+    work = fresh()
     (state,) = work.state.values()
     extra = cursor(work, work.graph.output_node()).call(aten.clone.default, state.scale)
     refused(work, f"{extra.name} reads the live scales, which a boundary may change before backward runs")
-
-
-@pytest.mark.parametrize("side", ["forward", "backward"])
-def test_another_use_of_the_staging_row(work, side):
+    work = fresh()
     (state,) = work.state.values()
-    row = state.amax if side == "forward" else state.grad_amax
+    row, uses = state.amax if side == "forward" else state.grad_amax, "uses the staging row, but does not record amaxes in the"
     extra = cursor(work, work.graph.output_node()).call(aten.clone.default, row)
-    refused(work, f"{extra.name} uses the staging row, but does not record amaxes in the {side}")
-
-
-@pytest.mark.parametrize(("position", "side"), [(0, "forward"), (1, "backward")])
-def test_a_record_that_the_partitioner_might_move(work, position, side):
-    node = calls(work.graph, ops.record_amax.default)[position]
+    refused(work, f"{extra.name} {uses} {side}")
+    work = fresh()
+    node = calls(work.graph, ops.record_amax.default)[side == "backward"]
     node.meta["partitioner_tag"] = f"is_{side}"
-    refused(work, f"{node.name} uses the staging row, but does not record amaxes in the {side}")
+    refused(work, f"{node.name} {uses} {side}")
 
 
-def test_slots_that_are_recorded_twice_or_never(work):
+def test_slots_that_are_recorded_twice_or_never_or_in_inference():
+    work = fresh()
     forward, backward = calls(work.graph, ops.record_amax.default)
     assert (forward.args[3], backward.args[3]) == ([0, 1, 2, 3, 4, 5], [6, 7, 8])
     backward.update_arg(3, [6, 7, 7])
     refused(work, "amaxes of slots [0, 1, 2, 3, 4, 5, 6, 7, 7] are recorded, the plan quantizes 9 tensors")
     work.graph.erase_node(backward)
     refused(work, "amaxes of slots [0, 1, 2, 3, 4, 5] are recorded, the plan quantizes 9 tensors")
-
-
-def test_inference_records_nothing():
-    work = traced(trains=False).run("apply")
+    work = fresh(trains=False)
     (state,) = work.state.values()
     amax = cursor(work, work.graph.output_node()).call(ops.amaxes.default, [work.graph.find_nodes(op="placeholder")[0]])
     with work.graph.inserting_before(work.graph.output_node()):
@@ -273,23 +234,18 @@ def test_inference_records_nothing():
     refused(work, "amaxes of slots [0] are recorded, the plan quantizes 0 tensors")
 
 
-# -- what the plan says of arguments
-
-
-def test_strides_that_an_operation_does_not_give(work):
+def test_strides_that_an_operation_does_not_give_and_a_reader_of_another_result():
+    work = fresh()
     node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
     made, *others = node.meta["val"]
     node.meta["val"] = [made.t().contiguous().t(), *others]
     refused(work, f"{node.name} gives (torch.float8_e4m3fn")
-
-
-def test_a_reader_of_another_result(work):
+    work = fresh()
     gemm = calls(work.graph, ops.scaled_mm.default)[0]
     (reader, *_) = gemm.users
     nodes = list(work.graph.nodes)
     earlier = (n for n in nodes[: nodes.index(reader)] if n is not gemm and isinstance(n.meta.get("val"), torch.Tensor))
-    other = next(n for n in earlier if n.meta["val"].shape == value_of(gemm).shape)
-    reader.replace_input_with(gemm, other)
+    reader.replace_input_with(gemm, next(n for n in earlier if n.meta["val"].shape == value_of(gemm).shape))
     refused(work, f"{reader.name} does not read {gemm.name}")
 
 
@@ -308,26 +264,19 @@ def partitioned(device="cuda"):
     return graph, y
 
 
-def test_a_cheaper_operation_is_let_pass():
+def test_a_cheaper_operation_is_let_pass_and_another_edit_refused():
     graph, y = partitioned()
     prepare_checked(graph, lambda graph: setattr(y, "target", ops.sigmoid.default))
     assert y.target is ops.sigmoid.default
-
-
-@pytest.mark.parametrize(
-    ("device", "edit", "text"),
-    [
+    for device, edit, text in (
         ("cpu", lambda y: setattr(y, "target", ops.sigmoid.default), "on torch.float32 on cpu"),
         ("cuda", lambda y: setattr(y, "target", aten.tanh.default), "instead of aten.sigmoid.default"),
         ("cuda", lambda y: y.replace_input_with(y.args[0], y.graph.call_function(aten.neg.default, (y.args[0],))), "added"),
         ("cuda", lambda y: next(iter(y.users)).update_arg(1, y.args[0]), "before it was prepared"),
-    ],
-    ids=["device", "operation", "node", "argument"],
-)
-def test_another_edit_is_refused(device, edit, text):
-    graph, y = partitioned(device)
-    with pytest.raises(InvariantError, match=re.escape(text)):
-        prepare_checked(graph, lambda graph: edit(y))
+    ):
+        graph, y = partitioned(device)
+        with pytest.raises(InvariantError, match=re.escape(text)):
+            prepare_checked(graph, lambda graph, edit=edit, y=y: edit(y))
 
 
 def measured_cast():
@@ -347,14 +296,11 @@ def measured_cast():
     return graph, copies, measured
 
 
-def test_statistics_read_the_copy_of_their_matrix():
+def test_statistics_read_the_copy_of_their_matrix_and_of_no_other():
     graph, copies, measured = measured_cast()
     prepare_checked(graph, prepare)
     assert measured.args[0] is copies[1]
-
-
-@pytest.mark.parametrize("edit", [lambda c, m: m.update_arg(0, c[0]), lambda c, m: m.update_arg(0, c[0].args[0].args[0][0])])
-def test_statistics_of_another_matrix_are_refused(edit):
-    graph, copies, measured = measured_cast()
-    with pytest.raises(InvariantError, match="before it was prepared"):
-        prepare_checked(graph, lambda graph: edit(copies, measured))
+    for other in (lambda c: c[0], lambda c: c[0].args[0].args[0][0]):
+        graph, copies, measured = measured_cast()
+        with pytest.raises(InvariantError, match="before it was prepared"):
+            prepare_checked(graph, lambda graph, m=measured, c=copies, other=other: m.update_arg(0, other(c)))
