@@ -20,10 +20,8 @@ from fp8pass import (
     MXFP8BlockScaling,
     fp8_compile,
 )
-from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import Sharded
-from fp8pass.graph.origin import Path
-from fp8pass.inputs import STATISTICS, USUAL
+from fp8pass.inputs import USUAL
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.runner import without
 from fp8pass.runtime import cache_key
@@ -110,87 +108,42 @@ OPTIONS = {
 }
 
 
-def test_every_option_that_decides_changes_the_key():
-    assert_different(key(), *(key(**options) for options in OPTIONS.values()))
+NO_DECISIONS = {"strict": True, "step": "manual", "dynamic": False, "schedule": {5: {"*": None}}}
 
 
-@each("option", [{"strict": True}, {"step": "manual"}, {"dynamic": False}, {"schedule": {5: {"*": None}}}])
-def test_options_that_decide_no_graph_do_not(option):
-    assert key(**option) == key()
-
-
-def test_every_option_of_fp8_compile_is_in_one_of_the_two_tests():
+def test_every_option_that_decides_changes_the_key_and_no_other_does():
     """A new option needs a line above: it decides about graphs, or it does not."""
+    assert_different(key(), *(key(**options) for options in OPTIONS.values()))
+    assert {key(**{name: value}) for name, value in NO_DECISIONS.items()} == {key()}
     fields = {f.name for f in dataclasses.fields(CompileOptions) if f.init}
-    tested = {name for options in OPTIONS.values() for name in options} | {"strict", "step", "dynamic", "schedule"}
+    tested = {name for options in OPTIONS.values() for name in options} | NO_DECISIONS.keys()
     # Inductor's, which are in torch's own key; the group, whose ranks a test of its own changes.
     assert fields - tested <= {"mode", "options", "amax_reduction_group"} | {"saved_activations"}
 
 
-OTHER = Reason(ReasonKind.SHARDED, "spread")
-SHARD = Sharded(2, 8, 256, None, None)
-#: name -> the record of a fact, and another value of each of its fields.
-FACTS = {
-    "inputs": (
-        lambda: base().inputs[1],
-        {
-            "path": Path("self", "elsewhere"),
-            "owner": Path("self", "elsewhere"),
-            "is_parameter": False,
-            "is_buffer": True,
-            "is_embedding": True,
-            "requires_grad": False,
-            "not_kept": OTHER,
-            "sharded": SHARD,
-        },
-    ),
-    "extra": (
-        lambda: base().extra[0][0],
-        {
-            "key": STATISTICS[1],
-            "name": "other",
-            "shape": (7,),
-            "dtype": torch.float64,
-            "stride": (2,),
-            "is_static": False,
-        },
-    ),
-    "surroundings": (
-        lambda: base().surroundings,
-        {"embeddings": (8,), "returned": frozenset({3}), "read_widths": frozenset({3})},
-    ),
-    "placement": (
-        lambda: base().placement,
-        {"variables": {"self": {"": "layers.7"}}, "has_root": False, "wrapped": frozenset({"module"})},
-    ),
-}
-SHARDED = {"num_ranks": 4, "rows": 4, "elements": 128, "ranks": "others", "obstacle": OTHER}
+def changes_of(record):
+    """The record, with one field after the other changed."""
+    return (dataclasses.replace(record, **{field.name: "other"}) for field in dataclasses.fields(record))
 
 
-def changed(name, field, value):
+def facts():
+    """The graph, with one fact after the other changed."""
     graph = base()
-    if name == "inputs":
-        weight = next(i for i, given in enumerate(graph.inputs) if given.is_parameter)
-        found = list(graph.inputs)
-        found[weight] = dataclasses.replace(found[weight], **{field: value})
-        return dataclasses.replace(graph, inputs=tuple(found))
-    if name == "extra":
-        first = dataclasses.replace(graph.extra[0][0], **{field: value})
-        return dataclasses.replace(graph, extra=((first, *graph.extra[0][1:]), *graph.extra[1:]))
-    return dataclasses.replace(graph, **{name: dataclasses.replace(getattr(graph, name), **{field: value})})
+    weight = next(i for i, given in enumerate(graph.inputs) if given.is_parameter)
+    shard = dataclasses.replace(graph.inputs[weight], sharded=Sharded(2, 8, 256, None, None))
+    shards = (dataclasses.replace(shard, sharded=sharded) for sharded in changes_of(shard.sharded))
+    for given in (*changes_of(graph.inputs[weight]), shard, *shards):
+        yield dataclasses.replace(graph, inputs=(*graph.inputs[:weight], given, *graph.inputs[weight + 1 :]))
+    (first, *others), *rest = graph.extra
+    for extra in changes_of(first):
+        yield dataclasses.replace(graph, extra=((extra, *others), *rest))
+    for name in ("surroundings", "placement"):
+        for made in changes_of(getattr(graph, name)):
+            yield dataclasses.replace(graph, **{name: made})
 
 
-@each("name", FACTS)
-def test_every_fact_about_the_model_around_the_graph_changes_the_key(name):
-    record, fields = FACTS[name]
-    assert set(fields) == {f.name for f in dataclasses.fields(record())}
-    assert_different(key(), *(key(changed(name, field, value)) for field, value in fields.items()))
-
-
-def test_how_fsdp2_shards_changes_the_key():
-    assert set(SHARDED) == {f.name for f in dataclasses.fields(Sharded)}
-    made = [SHARD, *(dataclasses.replace(SHARD, **{field: value}) for field, value in SHARDED.items())]
-    assert_different(*(key(changed("inputs", "sharded", each)) for each in made))
+def test_every_fact_about_the_model_around_the_graph_changes_the_key():
+    assert_different(key(), *map(key, facts()))
 
 
 def test_the_ranks_of_the_amax_reduction_group_change_the_key():
@@ -348,6 +301,10 @@ def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
         *(key(recipe=own(**change)) for change in [{}, *OWN_CHANGES]), key(recipe=dataclasses.replace(own(), option=6))
     )
     assert key(recipe=own()) == key(recipe=own())
+    recipe = own()
+    before = key(recipe=recipe)
+    type(recipe).quantization = own(granularity="TENSOR_WISE").quantization.__func__
+    assert key(recipe=recipe) != before
 
 
 @each(
@@ -368,13 +325,6 @@ def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
 def test_a_recipe_that_may_decide_otherwise_in_another_process_has_no_key(body, reason):
     with pytest.raises(Uncacheable, match=reason):
         key(recipe=own(body=body))
-
-
-def test_a_method_that_is_replaced_changes_the_key():
-    recipe = own()
-    before = key(recipe=recipe)
-    type(recipe).quantization = own(granularity="TENSOR_WISE").quantization.__func__
-    assert key(recipe=recipe) != before
 
 
 def test_functions_of_amaxes_go_by_their_code():

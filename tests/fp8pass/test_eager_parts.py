@@ -124,6 +124,47 @@ class Disabled(Model):
         return self.tail(self.block(x))
 
 
+class DisabledBeforeLoop(Model):
+    """The loop is left eager behind a module that is disabled on its own, beside which modules get frames: `Siblings`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.compiler.disable(self.head)
+        self.loop = nn.ModuleList([nn.Linear(64, 64)])
+
+    def forward(self, x):
+        x = self.head(self.block(x))
+        for layer in self.loop:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Calling(Model):
+    def check(self):
+        torch._dynamo.graph_break()
+
+    def forward(self, x):
+        x = self.block(x)
+        for _ in range(1):
+            self.check()
+        return self.head(x)
+
+
+class Attending(InLoop):
+    """The attention's output projection has no call of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.MultiheadAttention(64, 2)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.block(x)
+            torch._dynamo.graph_break()
+        return self.head(x, x, x)[0]
+
+
 def without(part):
     """The model, with one of its modules disabled."""
     model = Model()
@@ -163,32 +204,56 @@ def said_in(compiled, num_steps=3):
 
 # -- what ran eagerly
 
+RNN = "nn.LSTM is not traced: torch._dynamo.config.allow_rnn"
+#: The module that runs eagerly, words of its reason, and how many lines below `class` the break or the call that has it is.
+EAGER = {
+    InLoop: ("head", "forward", 4),
+    InTry: ("head", "try", 4),
+    Caught: ("head", "graph break", None),
+    InWith: ("head", "graph break", None),
+    Recurrent: ("head", RNN, None),
+    RecurrentBehindUnpacking: ("head", RNN, None),
+    DisabledBeforeLoop: ("loop.0", "graph break", 12),
+    Calling: ("head", "graph break", 7),
+    Attending: ("head.out_proj", "graph break", None),
+}
 
-CASES = [(InLoop, "forward"), (InTry, "try"), (Caught, "graph break"), (InWith, "graph break"), (Recurrent, "allow_rnn")]
-CASES.append((RecurrentBehindUnpacking, "allow_rnn"))
 
-
-@pytest.mark.parametrize(("model", "reason"), CASES)
-def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(model, reason):
+@pytest.mark.parametrize("model", EAGER)
+def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(model):
+    path, reason, line = EAGER[model]
     compiled = make(model())
-    with pytest.warns(Fp8FallbackWarning, match="1 module runs eagerly") as said:
+    with pytest.warns(Fp8FallbackWarning, match="1 module runs eagerly" if model is not Attending else "eagerly") as said:
         compiled(x()).sum().backward()
     assert len(said) == 1
     assert said[0].filename == __file__
-    assert "head (" in str(said[0].message)
+    found, text = inspect(compiled), str(said[0].message)
+    assert path.removesuffix(".out_proj") + " (" in text
     assert said_in(compiled) == []
-    found = inspect(compiled)
-    assert reason in found.ran_eagerly["head"]
+    assert reason in found.ran_eagerly[path]
     assert found.to_dict()["ran_eagerly"] == dict(found.ran_eagerly)
-    (row,) = (g for g in found.gemms if g.module == "head")
+    (row,) = (g for g in found.gemms if g.module == path)
     assert not row.quantized
-    assert row.reason == f"ran eagerly: {found.ran_eagerly['head']}"
+    assert row.reason == f"ran eagerly: {found.ran_eagerly[path]}"
     assert (row.m, row.n, row.k) == (16, 64, 64)
     assert row.source.startswith(__file__)
     assert {g.module for g in found.gemms if g.quantized} == {"block", "block.up"}
-    assert found.outside == ["head"]
+    assert path in found.outside
     assert "No GEMM belongs to" not in str(found)
-    assert "head" in str(found).rpartition("left out of the compiled graphs")[2]
+    assert path in str(found).rpartition("left out of the compiled graphs")[2]
+    if line is not None:
+        first = python.getsourcelines(model)[1]
+        place = f" forward (test_eager_parts.py:{first + line})"
+        place += f", in check (test_eager_parts.py:{first + 2})" * (model is Calling)
+        assert place in text
+        assert place in found.ran_eagerly[path]
+
+
+def test_a_recurrent_module_runs_in_fp8_with_the_setting_that_compiles_it():
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = make(Recurrent(), strict=True)
+        compiled(x())
+        assert all(g.quantized for g in inspect(compiled).gemms if g.role == "output")
 
 
 @pytest.mark.parametrize("way", ["beside", "in place", "name"])
@@ -198,20 +263,16 @@ def test_it_is_found_however_the_model_is_compiled_and_strict_makes_one_error_of
     assert text.startswith("InTry: 1 module runs eagerly")
     assert list(inspect(compiled).ran_eagerly) == ["head"]
     assert "5 of 6 GEMMs run in FP8" in str(inspect(compiled))
-    for model in (InTry(), InLoop()):
-        torch._dynamo.reset()
-        compiled = make(model, way, strict=True)
-        if way == "name":  # the session of a name begins within the first call
-            compiled(x())
-        with pytest.raises(StrictError, match=r"head \(graph break"):
-            compiled(x())
-        compiled(x()).sum().backward()
-
-
-def test_inference_says_it_too():
-    compiled = make(InLoop())
+    torch._dynamo.reset()
     with torch.no_grad(), pytest.warns(Fp8FallbackWarning, match="head"):
+        make(InTry(), way)(x())
+    torch._dynamo.reset()
+    compiled = make({"beside": InTry, "in place": InLoop, "name": DisabledBeforeLoop}[way](), way, strict=True)
+    if way == "name":  # the session of a name begins within the first call
         compiled(x())
+    with pytest.raises(StrictError, match=r"(head|loop\.0) \(graph break"):
+        compiled(x())
+    compiled(x()).sum().backward()
 
 
 def test_a_part_at_the_recompile_limit_is_said_in_the_call_that_reaches_it():
@@ -317,44 +378,6 @@ def test_what_torch_compiler_disable_keeps_is_in_the_table_and_no_warning(make_m
     assert "5 of 6 GEMMs run in FP8" in str(inspect(compiled))
 
 
-class DisabledBeforeLoop(Model):
-    """The loop is left eager behind a module that is disabled on its own, beside which modules get frames: `Siblings`."""
-
-    def __init__(self):
-        super().__init__()
-        self.off = torch.compiler.disable(nn.Linear(64, 64))
-        self.loop = nn.ModuleList([nn.Linear(64, 64)])
-
-    def forward(self, x):
-        x = self.off(self.block(x))
-        for layer in self.loop:
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return self.head(x)
-
-
-def test_a_loop_that_is_left_eager_behind_a_disabled_module_is_said():
-    compiled = make(DisabledBeforeLoop())
-    (text,) = said_in(compiled)
-    assert "1 module runs eagerly, in high precision, while the rest is compiled: loop.0 (graph break" in text
-    assert inspect(compiled).ran_eagerly["off"].startswith("torch.compiler.disable on ")
-    with pytest.raises(StrictError, match=r"loop\.0 \(graph break"):
-        make(DisabledBeforeLoop(), strict=True)(x())
-
-
-def test_a_recurrent_module_is_named_with_the_setting_that_compiles_it():
-    compiled = make(Recurrent())
-    (text,) = said_in(compiled)
-    assert "torch._dynamo.config.allow_rnn = True" in text
-    assert "lstm" not in {g.module for g in inspect(compiled).gemms}
-    assert inspect(compiled).ran_eagerly["lstm"].startswith("nn.LSTM is not traced: torch._dynamo.config.allow_rnn")
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        compiled = make(Recurrent(), strict=True)
-        compiled(x())
-        assert all(g.quantized for g in inspect(compiled).gemms if g.role == "output")
-
-
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_a_rule_for_a_module_that_runs_eagerly_has_no_effect(recipe):
     """That is a warning of its own where the rule asks for FP8."""
@@ -374,48 +397,6 @@ def test_a_rule_for_a_module_that_runs_eagerly_has_no_effect(recipe):
     compiled = make(Disabled(), strict=True, rules={"head": recipe})
     with contextlib.nullcontext() if recipe is None else pytest.raises(StrictError, match="The rule 'head' has no effect"):
         compiled(x()).sum().backward()
-
-
-class Calling(Model):
-    def check(self):
-        torch._dynamo.graph_break()
-
-    def forward(self, x):
-        for _ in range(1):
-            self.check()
-        return self.head(self.block(x))
-
-
-@pytest.mark.parametrize(("model", "line"), [(InLoop, 4), (InTry, 3), (DisabledBeforeLoop, 12), (Calling, 6)])
-def test_the_reason_names_the_line_of_the_break_or_of_the_call_that_has_it(model, line):
-    first = python.getsourcelines(model)[1]
-    compiled = make(model())
-    (said,) = said_in(compiled, 1)
-    named = f" forward (test_eager_parts.py:{first + line})"
-    named += f", in check (test_eager_parts.py:{first + 2})" * (model is Calling)
-    assert named in said
-    assert named in " ".join(inspect(compiled).ran_eagerly.values())
-
-
-class Attending(InLoop):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.MultiheadAttention(64, 2)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = self.block(x)
-            torch._dynamo.graph_break()
-        return self.head(x, x, x)[0]
-
-
-def test_the_output_projection_of_attention_that_runs_eagerly_has_a_row():
-    compiled = make(Attending())
-    said_in(compiled, 1)
-    found = inspect(compiled)
-    assert list(found.ran_eagerly) == ["head", "head.out_proj"]
-    assert [(g.m, g.n, g.k) for g in found.gemms if g.module == "head.out_proj"] == [(16, 64, 64)]
-    assert "No GEMM belongs to" not in str(found)
 
 
 # -- what did not
@@ -486,7 +467,10 @@ def test_nothing_is_said_of_what_runs_compiled_or_not_at_all(model, way):
 
 
 def test_heads_that_take_turns_an_evaluation_beside_training_and_a_penalty_on_all_weights_are_no_runs():
-    model = Branches()
+    """Nor do the users' own hooks run for modules that do not."""
+    model, calls = Branches(), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: calls.append(module))
     compiled = make(model, strict=True)
     for taken in ([0], [1], [0, 1], [0], [1]):
         model.taken = taken
@@ -494,18 +478,10 @@ def test_heads_that_take_turns_an_evaluation_beside_training_and_a_penalty_on_al
         with torch.no_grad():
             model.taken = [0]
             compiled(x())
+    assert model.block in calls
+    assert model.never not in calls
     model.never(x())  # the user's own eager call
     assert not inspect(compiled).ran_eagerly
-
-
-def test_modules_with_hooks_of_the_users_run_as_they_did():
-    model, calls = Branches(), []
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, args: calls.append(module))
-    compiled = make(model, strict=True)
-    said_in(compiled)
-    assert not inspect(compiled).ran_eagerly
-    assert model.never not in calls
 
 
 # -- watching leaves no trace
@@ -562,36 +538,33 @@ def test_the_whole_model_is_in_ran_eagerly_as_itself():
     assert "force_eager" in inspect(compiled).ran_eagerly["self"]
 
 
-@pytest.mark.parametrize(
-    ("model", "call", "cause"),
-    [
-        (mlp, lambda c: torch.func.grad(lambda v: c(v).sum())(x()), r"The cause: a transform of torch\.func"),
-        (lambda: nn.Sequential(nn.LSTM(64, 64)), lambda c: c(x()), r"nn\.LSTM.*allow_rnn = True"),
-    ],
-)
-def test_the_cause_of_an_eager_call_is_named(model, call, cause):
-    with pytest.warns(Fp8FallbackWarning, match=cause) as said:
-        call(make(model()))
-    assert "limit" not in str(said[0].message)
-
-
 def norms():
     """The momentum that `update_bn` sets: torch asks a counter for its number, a graph break in the loop of nn.Sequential."""
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=None))
 
 
+LEFT = "The cause: graph break: Dynamo left the forward of Sequential eager: "
+LIMIT = "The cause: recompile limit: torch.compile compiled the forward of Sequential 1 times"
+
+
 @pytest.mark.parametrize("way", ["", "in place"])
 @pytest.mark.parametrize(
-    ("model", "limit", "cause"),
+    ("model", "call", "cause"),
     [
-        (norms, 8, r"The cause: graph break: Dynamo left the forward of Sequential eager: .*Tensor\.item"),
-        (mlp, 1, r"The cause: recompile limit: torch.compile compiled the forward of Sequential 1 times"),
+        (mlp, lambda c: torch.func.grad(lambda v: c(v).sum())(x()), r"The cause: a transform of torch\.func"),
+        (lambda: nn.Sequential(nn.LSTM(64, 64)), lambda c: c(x()), r"nn\.LSTM.*allow_rnn = True"),
+        (norms, lambda c: train(c, x(16), x(32)), rf"{LEFT}.*Tensor\.item"),
+        (mlp, lambda c: train(c, x(16), x(32)), LIMIT),
     ],
 )
-def test_the_cause_is_named_where_the_model_is_a_module_of_torchs(model, limit, cause, way):
-    compiled = make(model(), way, dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=limit), pytest.warns(Fp8FallbackWarning, match=cause):
-        train(compiled, x(16), x(32))
+def test_the_cause_of_an_eager_call_is_named(model, call, cause, way):
+    compiled, has_limit = make(model(), way, dynamic=False), cause is LIMIT
+    with (
+        torch._dynamo.config.patch(recompile_limit=1 if has_limit else 8),
+        pytest.warns(Fp8FallbackWarning, match=cause) as said,
+    ):
+        call(compiled)
+    assert has_limit or "limit" not in str(said[0].message)
 
 
 def test_the_cause_is_named_where_torch_counted_it_by_another_kind_before():

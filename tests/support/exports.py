@@ -131,7 +131,7 @@ def export(case: Case, made: tuple[Any, Any, torch.Tensor], fmt: str, folder: pa
     report = export_fp8(compiled, folder, fmt, max_shard_bytes=case.max_shard_bytes)
     with torch.no_grad():
         logits, high = compiled(input_ids=tokens).logits.float(), model(input_ids=tokens).logits.float()
-    return Exported(report, folder, tokens, logits, difference(logits, high), dict(_weights(compiled, fmt)))
+    return Exported(report, folder, tokens, logits, difference(logits, high), dict(weights(compiled, fmt)))
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -139,7 +139,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def _weights(compiled: Any, fmt: str) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(compiled: Any, fmt: str) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = dict(state_dict_fp8(compiled, fmt))
     for name, tensor in tensors.items():
         scale = next((tensors[name + end] for end in ("_scale", "_scale_inv") if name + end in tensors), None)
@@ -150,11 +150,12 @@ def _weights(compiled: Any, fmt: str) -> Iterator[tuple[str, torch.Tensor]]:
 # -- loaders: each returns the loaded model
 
 
-def _load(exported: Exported, **options: Any) -> Any:
+def load(folder: pathlib.Path, **options: Any) -> Any:
+    """As `from_pretrained` loads it. Raises NotRead for a tensor that is missing, and for one that it does not know."""
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        exported.folder, output_loading_info=True, experts_implementation="eager", **options
+        folder, output_loading_info=True, experts_implementation="eager", **options
     )
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise NotRead(f"missing {sorted(map(str, missing))[0]}")
@@ -167,12 +168,13 @@ def _load(exported: Exported, **options: Any) -> Any:
     return model
 
 
-def _dequantized(exported: Exported) -> Any:
+def load_dequantized(folder: pathlib.Path, **options: Any) -> Any:
+    """In high precision."""
     import transformers
 
-    config = json.loads((exported.folder / "config.json").read_text())["quantization_config"]
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
     kinds = {"fp8": transformers.FineGrainedFP8Config, "compressed-tensors": transformers.CompressedTensorsConfig}
-    return _load(exported, quantization_config=kinds[config["quant_method"]](dequantize=True))
+    return load(folder, quantization_config=kinds[config["quant_method"]](dequantize=True), **options)
 
 
 @contextlib.contextmanager
@@ -197,16 +199,16 @@ class Loader:
     """A column of the table: the format that it reads, and how."""
 
     fmt: str
-    load: Callable[[Exported], Any]
+    load: Callable[[pathlib.Path], Any]
     machine: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 LOADERS = {
-    "plain": Loader("compressed-tensors", _load),
-    "dequantize": Loader("compressed-tensors", _dequantized),
-    "fp8 plain": Loader("fp8", _load),
-    "fp8 dequantize": Loader("fp8", _dequantized),
-    "fp8 modules": Loader("fp8", _load, fp8_modules),
+    "plain": Loader("compressed-tensors", load),
+    "dequantize": Loader("compressed-tensors", load_dequantized),
+    "fp8 plain": Loader("fp8", load),
+    "fp8 dequantize": Loader("fp8", load_dequantized),
+    "fp8 modules": Loader("fp8", load, fp8_modules),
 }
 
 
@@ -217,7 +219,7 @@ class NotRead(Exception):
 def check(exported: Exported, loader: Loader) -> None:
     """Load an export and compare. Raises NotRead, or what the loader raises."""
     with loader.machine(), torch.no_grad():
-        model = loader.load(exported)
+        model = loader.load(exported.folder)
         logits = model(input_ids=exported.tokens).logits.float()
     error = difference(logits, exported.logits)
     if not error <= SPREAD * exported.noise:

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import pathlib
-import warnings
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, export_fp8, fp8_compile, state, state_dict_fp8
 from fp8pass.api import _parts_and_model
-from fp8pass.errors import ExportError, Fp8Warning, NotCompiledError
+from fp8pass.errors import ExportError, NotCompiledError
 from fp8pass.tools.export import plan_export
 from fp8pass.tools.export.formats import CompressedTensors, FineGrained, ScaleKind, StoredScheme
 from tests.support.engines import dequantized
@@ -316,22 +315,6 @@ def test_experts_of_any_model():
         assert tuple(exported["up_scale"].shape) == shape
         assert torch.equal(exported["up"].view(torch.uint8), gemms[0].b.view(torch.uint8)[:, :96, :64])
         assert torch.equal(exported["up_scale"].flatten(), gemms[0].scale_b.flatten())
-
-
-def test_mixed_recipes_of_a_model_that_transformers_loads(tmp_path):
-    """A loader that dequantizes takes the first group for all; one group needs no remark."""
-    pytest.importorskip("transformers")
-    from tests.support import exports
-
-    model = exports.CASES["llama"].make()
-    for rules, count in (({"*.self_attn.*": "blockwise"}, 1), (None, 0)):
-        compiled = exports.run(model, "rowwise", rules=rules)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", Fp8Warning)
-            report = export_fp8(compiled, tmp_path)
-        told = [str(w.message) for w in caught if w.category is Fp8Warning]
-        assert len(told) == count == sum("reads all of them like the first" in remark for remark in report.remarks)
-        assert told == [] or "2 groups of weights (block, channel)" in told[0]
 
 
 def test_an_export_needs_the_memory_of_one_layer(tmp_path):

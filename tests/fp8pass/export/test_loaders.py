@@ -45,25 +45,6 @@ def test_the_page_has_every_row_and_nothing_else():
     assert exports.on_page() == exports.table(rows)
 
 
-#: One of each kind of the table, each with one loader.
-SAMPLES = [
-    ("tied", "rowwise", "plain"),
-    ("tied", "current", "fp8 modules"),
-    ("mixed", "blockwise", "dequantize"),
-    pytest.param("experts", "delayed", "fp8 modules", marks=pytest.mark.exhaustive),
-    ("sharded", "current", "fp8 plain"),
-    ("head", "mxfp8", "plain"),
-]
-
-
-@pytest.mark.parametrize(("name", "recipe", "loader"), SAMPLES)
-def test_loads(name, recipe, loader, tmp_path):
-    case, chosen = exports.CASES[name], exports.LOADERS[loader]
-    exported = exports.export(case, exports.compiled_model(case, recipe), chosen.fmt, tmp_path)
-    exports.check(exported, chosen)
-    assert list(engines.obstacles(tmp_path)) == []
-
-
 def test_a_wrong_export_is_not_read(tmp_path):
     """The check of this file finds what it is for: here a head that nobody names, and a scale that is off."""
     exported = exports.export(exports.CASES["tied"], exports.compiled_model(exports.CASES["tied"], "current"), "fp8", tmp_path)
@@ -103,29 +84,17 @@ def tied():
 
 @pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
 def test_every_linear_that_is_not_in_fp8_is_named(fmt, tmp_path):
-    export_fp8(exports.run(exports.CASES["tied"].make(), "current"), tmp_path, fmt)
-    assert named(tmp_path) == ["lm_head"]
-    assert list(engines.obstacles(tmp_path)) == []
-    compiled = fp8_compile(tied(), "current", backend="aot_eager")
+    """Also where loaders would take a name for a pattern: a class, a prefix of compressed-tensors, no regular expression."""
+    model = tied()
+    for name in ("Linear", "re:x", "a(b"):
+        model.add_module(name, nn.Linear(8, 8))
+    compiled = fp8_compile(model, "current", backend="aot_eager")
     compiled(torch.randint(0, 64, (2, 16))).sum().backward()
     report = export_fp8(compiled, tmp_path, fmt)
     assert [w.name for w in report.written] == ["body.weight"]
-    assert {"head", "normed", "other", "thin", "unused"} <= set(named(tmp_path))
+    patterns = ["a(b", "re:Linear$", "re:re:x$"] if fmt == "compressed-tensors" else ["Linear", r"^a\(b$", "^re:x$"]
+    assert {"head", "normed", "other", "thin", "unused", *patterns} <= set(named(tmp_path))
     assert not {"body", "again", "embed"} & set(named(tmp_path))
-
-
-def test_names_that_loaders_would_take_for_patterns(tmp_path):
-    """A class name, a prefix of compressed-tensors, and what a regular expression cannot be."""
-    names = ("Linear", "re:x", "a(b", "plain")
-    model = Net(lambda m, x: m.body(x), body=nn.Linear(128, 128))
-    for name in names:
-        model.add_module(name, nn.Linear(8, 8))
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    compiled(torch.randn(16, 128)).sum().backward()
-    export_fp8(compiled, tmp_path)
-    assert named(tmp_path) == ["a(b", "plain", "re:Linear$", "re:re:x$"]
-    export_fp8(compiled, tmp_path, "fp8")
-    assert named(tmp_path) == ["Linear", r"^a\(b$", "plain", "^re:x$"]
 
 
 def test_what_stays_in_high_precision_for_loaders(tmp_path):
@@ -167,9 +136,11 @@ def test_an_encoder_decoder(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.exhaustive)])
 def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(recipe, tmp_path):
+    """Of these files none is left by an export that does not need it, also of a model that was loaded from such a folder."""
     from safetensors import safe_open
 
-    report = export_fp8(exports.run(llama(), recipe), tmp_path, "fp8")
+    compiled = exports.run(llama(), recipe)
+    report = export_fp8(compiled, tmp_path, "fp8")
     assert report.files == ["model.safetensors", "transformers-scales.safetensors"]
     found = {}
     for file in report.files:
@@ -190,12 +161,6 @@ def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(recipe,
     config = json.loads((tmp_path / "config.json").read_text())
     other = json.loads((tmp_path / config["transformers_weights"]).read_text())["weight_map"]
     assert other == index | dict.fromkeys(theirs, "transformers-scales.safetensors")
-
-
-def test_nothing_of_these_names_is_left_by_an_export_that_does_not_need_them(tmp_path):
-    """Also of a model that was loaded from such a folder."""
-    compiled = exports.run(llama(), "current")
-    export_fp8(compiled, tmp_path, "fp8")
     compiled._orig_mod.config.transformers_weights = "transformers.safetensors.index.json"  # as from_pretrained sets it
     assert export_fp8(compiled, tmp_path).files == ["model.safetensors"]
     assert not list(tmp_path.glob("transformers*")) + list(tmp_path.glob("*.index.json"))
@@ -203,16 +168,23 @@ def test_nothing_of_these_names_is_left_by_an_export_that_does_not_need_them(tmp
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategies", "count"), [("mxfp8", ["tensor", "group"], 1), ("blockwise", ["block", "tensor"], 0)]
+    ("recipe", "other", "strategies", "count"),
+    [
+        ("mxfp8", "current", ["tensor", "group"], 1),
+        ("blockwise", "current", ["block", "tensor"], 0),
+        ("rowwise", "blockwise", ["block", "channel"], 1),
+        ("rowwise", "rowwise", ["channel"], 0),
+    ],
 )
-def test_where_several_kinds_of_scales_are_not_dequantized(recipe, strategies, count, tmp_path, recwarn):
+def test_where_several_kinds_of_scales_are_not_dequantized(recipe, other, strategies, count, tmp_path, recwarn):
     """The order of groups makes what transformers reads wrongly an error."""
-    report = export_fp8(exports.run(llama(), recipe, rules={"*.mlp.*": "current"}), tmp_path)
+    report = export_fp8(exports.run(llama(), recipe, rules={"*.mlp.*": other}), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert [group["weights"]["strategy"] for group in config["config_groups"].values()] == strategies
     told = [str(w.message) for w in recwarn if w.category is Fp8Warning]
     assert len(told) == len(report.remarks) == count
     assert all("Without it transformers reads each group as it is" in text for text in told)
+    assert all(f"2 groups of weights ({', '.join(strategies)})" in text for text in told)
 
 
 @pytest.mark.parametrize(
@@ -274,49 +246,34 @@ def ragged(**options):
     return llama(**sizes | options)
 
 
-def trained(model, recipe, steps=1, **options):
+def trained(model, recipe, **options):
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
     tokens = torch.randint(0, 128, (2, 32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        compiled(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    compiled(input_ids=tokens, labels=tokens).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
     return compiled, tokens
 
 
-def loaded(folder, fmt, dtype=torch.float32, **options):
-    if fmt == "fp8":
-        config = transformers.FineGrainedFP8Config(dequantize=True)
-    else:
-        pytest.importorskip("compressed_tensors")
-        config = transformers.CompressedTensorsConfig(dequantize=True)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, output_loading_info=True, dtype=dtype, **options
-    )
-    known = ("input_scale", "activation_scale", "weight_scale")  # static ones, and those of engines
-    unexpected = [name for name in info["unexpected_keys"] if not name.endswith(known)]
-    assert not info["missing_keys"]
-    assert not unexpected
-    assert not info["mismatched_keys"]
-    return model
+def assert_exported(compiled, folder, fmt):
+    """An export loads in float32 with our weights, bit for bit. Returns its report and the weights."""
+    report, wanted = export_fp8(compiled, folder, fmt), dict(exports.weights(compiled, fmt))
+    found = dict(exports.load_dequantized(folder, dtype=torch.float32).named_parameters())
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    return report, wanted
 
 
 @pytest.mark.parametrize("recipe", exports.RECIPES)
 def test_llama(recipe, tmp_path):
     """[192, 256] and 576 rows: of blocks of 128 only the head consists, in FP8 by a rule."""
     model = ragged()
-    compiled, _ = trained(model, recipe, steps=50 if recipe == "current" else 1, rules={"lm_head": recipe})
+    compiled, _ = trained(model, recipe, rules={"lm_head": recipe})
     for fmt in ("compressed-tensors", "fp8")[: 1 if recipe in ("rowwise", "mxfp8") else 2]:
-        report = export_fp8(compiled, tmp_path / fmt, fmt)
+        report, weights = assert_exported(compiled, tmp_path / fmt, fmt)
         # of whole blocks: the head; with a whole number of blocks of inputs: all but o_proj and down_proj
         expected_count = {"fp8": 1, "compressed-tensors": 6}[fmt] if recipe == "blockwise" else 8
         assert len(report.written) == expected_count
-        found = dict(loaded(tmp_path / fmt, fmt).named_parameters())
-        wanted = dict(exports._weights(compiled, fmt))
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), name
+        for name, tensor in weights.items():
             original = model.get_parameter(name).float()
             assert (tensor - original).norm() < 0.04 * original.norm()
 
@@ -325,11 +282,8 @@ def test_llama(recipe, tmp_path):
 def test_scales_that_projections_share(fmt, tmp_path):
     """match="vllm" with current scaling: q, k and v have one, gate and up another."""
     compiled, _ = trained(ragged(), "current", match="vllm")
-    assert len(export_fp8(compiled, tmp_path, fmt).written) == 7
-    wanted = dict(exports._weights(compiled, fmt))
-    found = dict(loaded(tmp_path, fmt).named_parameters())
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    report, _ = assert_exported(compiled, tmp_path, fmt)
+    assert len(report.written) == 7
     scales = {n.split(".")[-2]: t.item() for n, t in state_dict_fp8(compiled, fmt) if "_scale" in n}
     assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["o_proj"]
     assert scales["gate_proj"] == scales["up_proj"] != scales["down_proj"]
@@ -342,9 +296,9 @@ def test_mixtral(recipe, fmt, tmp_path):
     compiled, _ = trained(exports._model("Mixtral", **sizes, **experts), recipe)
     report = export_fp8(compiled, tmp_path, fmt)
     assert {w.name.rpartition(".")[2] for w in report.written} == {"weight", "gate_up_proj", "down_proj"}
-    tensors = dict(exports._weights(compiled, fmt))
+    tensors = dict(exports.weights(compiled, fmt))
     experts = [f"model.layers.0.block_sparse_moe.experts.{i}" for i in range(4)]
-    found = dict(loaded(tmp_path, fmt).named_parameters())
+    found = dict(exports.load_dequantized(tmp_path, dtype=torch.float32).named_parameters())
     gate_up = torch.stack([torch.cat([tensors[f"{e}.w1.weight"], tensors[f"{e}.w3.weight"]]) for e in experts])
     assert torch.equal(found["model.layers.0.mlp.experts.gate_up_proj"], gate_up)
     down = torch.stack([tensors[f"{e}.w2.weight"] for e in experts])
@@ -358,7 +312,7 @@ def test_gpt_oss_keeps_its_experts(tmp_path):
     compiled, _ = trained(model, "blockwise")
     report = export_fp8(compiled, tmp_path, "fp8")
     assert "inputs first" in report.kept["model.layers.0.mlp.experts.gate_up_proj"]
-    found = loaded(tmp_path, "fp8")
+    found = exports.load_dequantized(tmp_path, dtype=torch.float32)
     assert torch.equal(found.model.layers[0].mlp.experts.gate_up_proj, model.model.layers[0].mlp.experts.gate_up_proj.float())
 
 
@@ -371,16 +325,18 @@ def gemm_of_torch(a, b, scale_a, scale_b, bias=None, *, out_dtype=torch.bfloat16
 def test_logits_of_transformers_fp8_linear(tmp_path, monkeypatch):
     """transformers' own linear with our exported weights computes what our evaluation computes, bit for bit, where both run
     torch's GEMM. On a CPU ours is the reference, whose sums have another order: the last bits of products differ."""
-    pytest.importorskip("compressed_tensors")
-    from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
+    from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear, quantize_fp8_per_row
 
     model = ragged()
     compiled, tokens = trained(model, "rowwise", match="hf")
     export_fp8(compiled, tmp_path)
     tensors = dict(state_dict_fp8(compiled))
-    engine = loaded(tmp_path, "compressed-tensors", dtype=torch.bfloat16).bfloat16()  # buffers, too, as ours
+    engine = exports.load_dequantized(tmp_path, dtype=torch.bfloat16).bfloat16()  # buffers, too, as ours
     for name, module in list(engine.named_modules()):
         if f"{name}.weight_scale" in tensors:
+            data, scale = quantize_fp8_per_row(model.get_parameter(f"{name}.weight").detach())
+            assert torch.equal(data.view(torch.uint8), tensors[f"{name}.weight"].view(torch.uint8))
+            assert torch.equal(scale.flatten(), tensors[f"{name}.weight_scale"].flatten())
             linear = CompressedTensorsFP8Linear(module.in_features, module.out_features)
             linear.weight.data = tensors[f"{name}.weight"]
             linear.weight_scale.data = tensors[f"{name}.weight_scale"].reshape(1, -1)
@@ -401,10 +357,9 @@ def test_sizes_of_llama_3_8b():
     compiled = fp8_compile(model, "rowwise", backend="aot_eager")
     with torch.no_grad():
         compiled(input_ids=tokens, use_cache=False)
-    held = {"layers": 0, "others": 0}
-    for name, tensor in state_dict_fp8(compiled):
-        held["layers" if ".layers." in name else "others"] += tensor.nbytes
-    plain = {"layers": 0, "others": 0}
-    for name, tensor in model.named_parameters():
-        plain["layers" if ".layers." in name else "others"] += 2 * tensor.numel()
-    assert (16 * held["layers"] + held["others"]) / (16 * plain["layers"] + plain["others"]) <= 0.57
+
+    def num_bytes(named):
+        return sum((16 if ".layers." in name else 1) * size for name, size in named)
+
+    plain = num_bytes((name, 2 * tensor.numel()) for name, tensor in model.named_parameters())
+    assert num_bytes((name, tensor.nbytes) for name, tensor in state_dict_fp8(compiled)) <= 0.57 * plain
