@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
-from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
+from fp8pass.errors import NotCompiledError, OptionError, RecipeError, RuleError
 from fp8pass.options import NAMES, CompileOptions
 from fp8pass.runtime import named_backend
 from fp8pass.runtime.wrap import session_of
@@ -82,14 +82,6 @@ def test_a_step_ends_at_a_forward_with_gradients_after_a_backward():
     assert num_steps(model) == 2
 
 
-def test_manual_steps_are_the_users():
-    model = compiled(step="manual")
-    train(model, x(), x(), x())
-    assert num_steps(model) == 0
-    state(model).step()
-    assert num_steps(model) == 1
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_around_the_model_ends_one_step_per_training_step(use_reentrant):
     model = compiled()
@@ -98,16 +90,19 @@ def test_checkpointing_around_the_model_ends_one_step_per_training_step(use_reen
         assert num_steps(model) == i
 
 
-def test_a_function_and_a_method():
+def test_a_function_and_a_method_with_manual_steps():
     layer = nn.Linear(64, 64)
 
     def function(x):
         return torch.relu(layer(x))
 
-    for named, tensor in ((compiled(function), "layer:input"), (compiled(ResidualMlp().forward), "up:input")):
+    function, method = compiled(function), compiled(ResidualMlp().forward, step="manual")
+    for named, tensor, steps in ((function, "layer:input", 1), (method, "up:input", 0)):
         train(named, x(), x())
         assert tensor in state(named).tensors
-        assert num_steps(named) == 1
+        assert num_steps(named) == steps
+        state(named).step()
+        assert num_steps(named) == steps + 1
         assert any(g.quantized for g in inspect(named).gemms)
 
 
@@ -186,13 +181,6 @@ def test_bad_options_name_the_value_and_the_fix(options, error, message):
 def test_other_backends_have_no_session(make):
     with pytest.raises(NotCompiledError, match="backend='fp8pass'"):
         state(make())
-
-
-def test_eager_runs_are_reported():
-    model = compiled()
-    train(model, x())
-    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(Fp8FallbackWarning, match="recompile limit"):
-        train(model, x(8))
 
 
 def test_that_the_state_is_not_saved_is_said_once(caplog):

@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8pass import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Format,
-    MXFP8BlockScaling,
-    fp8_compile,
-)
+import fp8pass
 from fp8pass.graph.gemms import Sharded
 from fp8pass.inputs import USUAL
 from fp8pass.options import CompileOptions
@@ -40,7 +32,7 @@ EAGER = {"backend": "aot_eager"}
 
 def graph_of(model=None, x=None, **options):
     """The record of the only graph of a compiled model, and its options."""
-    compiled = fp8_compile(mlp(32, 32, 32) if model is None else model, **EAGER, **options)
+    compiled = fp8pass.fp8_compile(mlp(32, 32, 32) if model is None else model, **EAGER, **options)
     compiled(torch.zeros(16, 32) if x is None else x)
     session = session_of(compiled)
     (graph,) = session.graphs
@@ -64,31 +56,31 @@ def assert_different(*keys):
 
 def test_equal_settings_have_equal_keys():
     assert key() == key()
-    assert key(recipe=DelayedScaling()) == key(recipe="delayed") == key()
+    assert key(recipe=fp8pass.DelayedScaling()) == key(recipe="delayed") == key()
     assert key(graph_of()[0]) == key()
 
 
 RECIPES = {
-    "margin": DelayedScaling(margin=1),
-    "history": DelayedScaling(amax_history_len=16),
-    "format": DelayedScaling(fp8_format=Format.E4M3),
-    "algorithm": DelayedScaling(amax_compute_algo="most_recent"),
-    "initial scale": DelayedScaling(initial_scale="one"),
-    "reduction": DelayedScaling(reduce_amax=False),
-    "accumulation": DelayedScaling(fast_accum_output=False),
+    "margin": fp8pass.DelayedScaling(margin=1),
+    "history": fp8pass.DelayedScaling(amax_history_len=16),
+    "format": fp8pass.DelayedScaling(fp8_format=fp8pass.Format.E4M3),
+    "algorithm": fp8pass.DelayedScaling(amax_compute_algo="most_recent"),
+    "initial scale": fp8pass.DelayedScaling(initial_scale="one"),
+    "reduction": fp8pass.DelayedScaling(reduce_amax=False),
+    "accumulation": fp8pass.DelayedScaling(fast_accum_output=False),
     "current": "current",
-    "epsilon": Float8CurrentScaling(amax_epsilon=1e-6),
-    "powers of two": Float8CurrentScaling(use_power_2_scales=True),
-    "override": Float8CurrentScaling(backward_override="high_precision"),
-    "other override": Float8CurrentScaling(backward_override="dequantized"),
+    "epsilon": fp8pass.Float8CurrentScaling(amax_epsilon=1e-6),
+    "powers of two": fp8pass.Float8CurrentScaling(use_power_2_scales=True),
+    "override": fp8pass.Float8CurrentScaling(backward_override="high_precision"),
+    "other override": fp8pass.Float8CurrentScaling(backward_override="dequantized"),
     "rowwise": "rowwise",
-    "rowwise override": Float8RowwiseScaling(backward_override="high_precision"),
+    "rowwise override": fp8pass.Float8RowwiseScaling(backward_override="high_precision"),
     "rowwise_with_gw_hp": "rowwise_with_gw_hp",
     "blockwise": "blockwise",
-    "float32 scales": Float8BlockScaling(use_f32_scales=True),
-    "block": Float8BlockScaling(w_block_scaling_dim=1),
+    "float32 scales": fp8pass.Float8BlockScaling(use_f32_scales=True),
+    "block": fp8pass.Float8BlockScaling(w_block_scaling_dim=1),
     "mxfp8": "mxfp8",
-    "mxfp8 override": MXFP8BlockScaling(backward_override="dequantized"),
+    "mxfp8 override": fp8pass.MXFP8BlockScaling(backward_override="dequantized"),
 }
 OPTIONS = {
     **{f"recipe {name}": {"recipe": recipe} for name, recipe in RECIPES.items()},
@@ -335,7 +327,7 @@ def test_functions_of_amaxes_go_by_their_code():
         return lambda history: factor * history.max(0).values
 
     def key_with(function):
-        return key(recipe=DelayedScaling(amax_compute_algo=function))
+        return key(recipe=fp8pass.DelayedScaling(amax_compute_algo=function))
 
     assert_different(*map(key_with, (mean, scaled(1.0), scaled(2.0), functools.partial(mean), "max")))
     assert key_with(scaled(1.0)) == key_with(scaled(1.0))
@@ -344,7 +336,7 @@ def test_functions_of_amaxes_go_by_their_code():
 # -- equal keys, equal graphs
 
 CHOICES = {
-    "recipe": ["delayed", "current", "blockwise", DelayedScaling(margin=1), DelayedScaling(amax_history_len=4)],
+    "recipe": ["delayed", "current", "blockwise", fp8pass.DelayedScaling(margin=1), fp8pass.DelayedScaling(amax_history_len=4)],
     "rules": [{}, {"0": None}, {"0:grad_weight": None}, {"2": "current"}],
     "select": ["auto", "all"],
     "min_speedup": [None, 0.01, 0.6],
@@ -361,7 +353,7 @@ SETTINGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for
 def rewritten(chosen, sizes, trains):
     """The key of a graph, and its rewrite as text."""
     torch._dynamo.reset()
-    compiled = fp8_compile(mlp(*sizes), **EAGER, **chosen)
+    compiled = fp8pass.fp8_compile(mlp(*sizes), **EAGER, **chosen)
     with torch.set_grad_enabled(trains):
         compiled(torch.zeros(16, sizes[0]))
     session = session_of(compiled)

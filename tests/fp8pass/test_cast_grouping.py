@@ -8,7 +8,6 @@ from torch import fx, nn
 
 from fp8pass import inspect
 from fp8pass.rewrite import runner
-from fp8pass.rewrite.launches import layers_of
 from tests.support.copies import BOTH, CastNode, casts_by
 from tests.support.joint import trace
 from tests.support.models import LlamaBlock, ResidualMlp
@@ -27,21 +26,26 @@ def step(model: nn.Module, recipe: str, x: torch.Tensor, **options):
     return compiled_step(copy.deepcopy(model), recipe, x, count=2, **options)
 
 
-def assert_the_same_without_launches(model, recipe, x, grouped, **options):
+CASES = [(LlamaBlock(64, 128, 2), recipe, {}, 2) for recipe in ("delayed", "current")]
+COPIES = {"delayed": 4, "current": 4, "blockwise": 4, "rowwise": 2}  # rowwise: only its columnwise copies, which are backward's
+CASES += [
+    (nn.Sequential(ResidualMlp(), ResidualMlp()), recipe, {"weight_copies": "recompute"}, n) for recipe, n in COPIES.items()
+]
+
+
+@pytest.mark.parametrize(("model", "recipe", "options", "expected"), CASES)
+def test_casts_are_grouped_without_a_change_of_numbers(model, recipe, options, expected):
+    """Of weights and the gradients of attention; of the single copies of both layers, where backward makes them again."""
+    x = torch.randn(2, 16, 64)
+    compiled, grouped = step(model, recipe, x, **options)
+    launches = shared(graph_of(compiled))
+    assert len([n for n in launches if not options or CastNode.read(n).orientations != BOTH]) == expected
+    amaxes = graph_of(compiled).find_nodes(op="call_function", target=torch.ops.lowering.amaxes.default)
+    assert options or sum(len(n.args[0]) > 1 for n in amaxes) == (2 if recipe == "current" else 0)
     with runner.without("plan launches"):
         compiled, alone = step(model, recipe, x, **options)
     assert shared(graph_of(compiled)) == []
     assert_equal(grouped, alone)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_weights_and_attention_gradients_are_grouped_without_a_change_of_numbers(recipe):
-    model, x = LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)
-    compiled, grouped = step(model, recipe, x)
-    assert len(shared(graph_of(compiled))) == 2
-    amaxes = graph_of(compiled).find_nodes(op="call_function", target=torch.ops.lowering.amaxes.default)
-    assert sum(len(n.args[0]) > 1 for n in amaxes) == (2 if recipe == "current" else 0)
-    assert_the_same_without_launches(model, recipe, x, grouped)
 
 
 def test_different_paddings_are_different_groups():
@@ -108,27 +112,3 @@ def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
         side = [launch for launch in weights if launch[0].at.is_backward == is_backward]
         assert [{c.tensor.name.module for c in launch} for launch in side] == order
         assert all(c.is_pinned == is_backward and len(c.copies) == 1 for launch in side for c in launch)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
-def test_grouping_single_copies_changes_no_number(recipe):
-    model, x = nn.Sequential(ResidualMlp(), ResidualMlp()), torch.randn(2, 16, 64)
-    compiled, grouped = step(model, recipe, x, weight_copies="recompute")
-    num_sides = 1 if recipe == "rowwise" else 2  # only its columnwise copies, which are backward's
-    launches = [n for n in shared(graph_of(compiled)) if CastNode.read(n).orientations != BOTH]
-    assert len(launches) == 2 * num_sides, "both layers"
-    assert_the_same_without_launches(model, recipe, x, grouped, weight_copies="recompute")
-
-
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["layers.3.mlp.0", "layers.3.mlp.2", "layers.4.mlp.0"], ["layers.3", "layers.3", ""]),
-        (["stages.0.blocks.1.qkv", "stages.0.blocks.1.out", "stages.0.head"], ["stages.0.blocks.1"] * 2 + ["stages.0"]),
-        (["0", "2"], ["", ""]),
-        (["wq", "wk"], ["", ""]),
-    ],
-)
-def test_what_a_layer_is(paths, expected):
-    layers = layers_of(set(paths))
-    assert [layers[path] for path in paths] == expected

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import fp8pass
 from fp8pass import __main__ as environment
@@ -119,22 +118,22 @@ class TestTransformers:
         assert kwargs["input_ids"].shape == (2, 128)
         assert model.training
 
+        model, *_ = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
+        assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32, "a value that only the code knows"
+
     def test_an_image_classifier(self):
         sizes = ["hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4", "image_size=64"]
-        model, _, kwargs, _ = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
+        _, _, kwargs, _ = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
         assert kwargs["pixel_values"].shape == (10, 3, 64, 64)
-        assert isinstance(model, nn.Module)
 
     def test_a_file_and_its_folder(self, tmp_path, transformers):
+        with pytest.raises(OptionError, match=r"has no config\.json"):
+            loaded(str(tmp_path))
         sizes = dict(size.split("=") for size in self.SIZES)
         config = transformers.Qwen3Config(**{k: int(v) for k, v in sizes.items()}, vocab_size=256)
         config.save_pretrained(tmp_path)
         for name in (tmp_path, tmp_path / "config.json"):
             assert loaded(str(name), ["vocab_size=512"])[0].lm_head.out_features == 512
-
-    def test_a_value_that_only_the_code_knows(self):
-        model, *_ = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
-        assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
 
     @pytest.mark.parametrize(
         ("name", "sizes", "text"),
@@ -152,16 +151,3 @@ class TestTransformers:
     def test_what_is_wrong_is_named(self, name, sizes, text):
         with pytest.raises(OptionError, match=text):
             loaded(name, sizes)
-
-    def test_a_folder_without_a_configuration(self, tmp_path):
-        with pytest.raises(OptionError, match=r"has no config\.json"):
-            loaded(str(tmp_path))
-
-    def test_the_estimate_of_a_language_model(self, capsys, monkeypatch):
-        monkeypatch.setenv("COLUMNS", "80")
-        options = ["--tokens", "256", "--sequence", "128", "--recipe", "delayed"]
-        assert main(["estimate", "LlamaConfig", *self.SIZES, "vocab_size=256", *options]) == 0
-        text = capsys.readouterr().out
-        assert "model.layers.0-1.self_attn.q_proj (x2)" in text
-        assert "lm_head" in text
-        assert "head" in text.split("lm_head")[1].splitlines()[0]

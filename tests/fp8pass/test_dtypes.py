@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8pass
-from fp8pass import DelayedScaling, inspect, state
+from fp8pass import inspect, state
 from tests.support.cases import rest
 from tests.support.models import LlamaBlock, Net, mlp
 from tests.support.training import assert_close, assert_trains_as, normal, step
@@ -65,6 +65,8 @@ def test_autocast(dtype, recipe, backend):
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 21
     weights = {n for n in quantized_nodes(compiled) if n.op == "placeholder" and n.meta["val"].dim() == 2}
     assert [n.meta["val"].dtype for n in weights] == [torch.float32] * 7
+    if recipe == "blockwise":  # cast from memory by kernels, at half the bytes; fused casts read registers
+        assert {n.meta["val"].dtype for n in quantized_nodes(compiled)} == {dtype, torch.float32}
     graph = inspect(compiled).graphs[-1]
     assert {n.meta["val"].dtype for n in graph.after.graph.nodes if "scaled_mm" in str(n.target)} == {dtype}
 
@@ -80,14 +82,6 @@ def test_float32_norm_in_a_bfloat16_model(recipe):
     sources = {n.meta["val"].dtype for n in quantized_nodes(compiled)}
     # Blocks are cast from memory, where the model keeps bfloat16; else the norm's output is quantized before it is rounded.
     assert sources == ({torch.bfloat16} if recipe in ("blockwise", "mxfp8") else {torch.float32, torch.bfloat16})
-
-
-def test_a_float64_island_stays_alone():
-    layers = {"inner": nn.Linear(32, 48), "head": nn.Linear(48, 16).double()}
-    model = Net(lambda m, x: m.head(torch.tanh(m.inner(x)).double()), **layers)
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    check(compiled, model, torch.randn(24, 32))
-    assert {(g.module, g.quantized) for g in inspect(compiled).gemms} == {("inner", True), ("head", False)}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -144,38 +138,3 @@ def test_operands_of_two_dtypes_are_torchs_error(case, trains):
     expected = error_of(torch.compile(function, backend="aot_eager"), args)
     for recipe in ("current", "rowwise"):
         assert error_of(fp8_compile(function, recipe, backend="aot_eager"), args) == expected
-
-
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-def test_an_overflow_under_gradscaler_skips_the_step_and_leaves_the_histories_sane(dtype):
-    model, x, target = mlp(32, 48, 32), torch.randn(24, 32), torch.randn(24, 32)
-    compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-
-    def train(factor=1.0):
-        optimizer.zero_grad()
-        loss = (under(dtype, compiled)(x).float() - target).square().mean()
-        scaler.scale(factor * loss).backward()
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.item(), any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
-
-    losses = [train()[0] for _ in range(4)]
-    held = state(compiled)
-    held.step()
-    assert len(held.tensors) == 6
-    scales = {name: held.scale(name) for name in held.tensors}
-    assert train(factor=float("inf"))[1] is False
-    assert scaler.get_scale() == 128.0
-    held.step()
-    for name in held.tensors:
-        assert held.amax_history(name).isfinite().all()
-        assert held.scale(name).isfinite()
-        if name.endswith(":grad_output"):
-            assert held.scale(name).equal(scales[name]), "an overflow is no amax"
-            assert held.num_non_finite(name) == 1
-    loss, moved = train()
-    assert moved
-    assert loss < losses[0]

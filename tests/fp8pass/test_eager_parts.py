@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect as python
+import itertools
 import pickle
 import warnings
 
@@ -36,9 +37,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """A block, a head and modules of `others`, which takes their place."""
+
+    others = staticmethod(dict)
+
     def __init__(self):
         super().__init__()
         self.block, self.head = Block(), nn.Linear(64, 64)
+        for name, module in self.others().items():
+            setattr(self, name, module)
 
     def forward(self, x):
         return self.head(self.block(x))
@@ -98,9 +105,7 @@ class Behind(Model):
 
 
 class Recurrent(Model):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(64, 64)
+    others = staticmethod(lambda: {"lstm": nn.LSTM(64, 64)})
 
     def forward(self, x):
         return self.head(self.lstm(self.block(x))[0])
@@ -127,10 +132,9 @@ class Disabled(Model):
 class DisabledBeforeLoop(Model):
     """The loop is left eager behind a module that is disabled on its own, beside which modules get frames: `Siblings`."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = torch.compiler.disable(self.head)
-        self.loop = nn.ModuleList([nn.Linear(64, 64)])
+    others = staticmethod(
+        lambda: {"head": torch.compiler.disable(nn.Linear(64, 64)), "loop": nn.ModuleList([nn.Linear(64, 64)])}
+    )
 
     def forward(self, x):
         x = self.head(self.block(x))
@@ -154,9 +158,7 @@ class Calling(Model):
 class Attending(InLoop):
     """The attention's output projection has no call of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = nn.MultiheadAttention(64, 2)
+    others = staticmethod(lambda: {"head": nn.MultiheadAttention(64, 2)})
 
     def forward(self, x):
         for _ in range(2):
@@ -291,20 +293,16 @@ def test_a_part_at_the_recompile_limit_is_said_in_the_call_that_reaches_it():
     assert rows[1].m == 16
 
 
-class Around(nn.Module):
+class Around(Model):
     """`inner` is left eager in the first call alone; in others it is in the graph of `forward`, until that is at its limit."""
 
-    turn = 0
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.tail, self.block = nn.Linear(64, 64), Block(), Block()
+    others, turn = staticmethod(lambda: {"before": nn.Linear(64, 64), "head": Block()}), 0
 
     def inner(self, x):
         for _ in range(1 if self.turn == 0 else 0):
             x = x + 1
             torch._dynamo.graph_break()
-        return self.block(self.tail(x)[self.turn :])
+        return self.block(self.head(x)[self.turn :])
 
     def forward(self, x):
         return self.inner(self.before(x) * (1 + self.turn))
@@ -323,37 +321,33 @@ def test_the_limit_of_a_frame_is_the_cause_of_what_it_calls():
     assert {reason.partition(":")[0] for reason in reasons.values()} == {"recompile limit"}
 
 
-class TwoWays(nn.Module):
-    """Training and evaluation reach `b` in frames of their own, behind breaks of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+class TwoWays(Model):
+    """Training and evaluation reach the head in frames of their own, behind breaks of their own."""
 
     def forward(self, x, times=""):
-        h = self.a(x)
+        h = self.block(x)
         if self.training:
             torch._dynamo.graph_break()
-            return self.b(h)
+            return self.head(h)
         torch._dynamo.graph_break()
-        return self.b(h) * len(times)
+        return self.head(h) * len(times)
 
 
 def test_what_is_eager_in_each_second_call_alone_is_said():
     """In the other ones the module runs in FP8, and its frame there is not at the limit."""
-    torch._dynamo.reset()
-    compiled = fp8_compile(model := TwoWays(), "current", backend="aot_eager", select="all")
-    x = torch.randn(32, 64)
-    with warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=2):
-        warnings.simplefilter("always", Fp8FallbackWarning)
-        for i in range(1, 7):
-            model.train()
-            compiled(x).sum().backward()
-            with torch.no_grad():
-                model.eval()
-                compiled(x, "x" * i)
-    assert list(inspect(compiled).ran_eagerly) == ["b"]
-    (text,) = [str(w.message) for w in said if issubclass(w.category, Fp8FallbackWarning)]
+    compiled, lengths = make(model := TwoWays()), itertools.count(1)
+
+    def train_and_evaluate(given):
+        out = compiled(given)
+        with torch.no_grad():
+            model.eval()
+            compiled(given, "x" * next(lengths))
+        model.train()
+        return out
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        (text,) = said_in(train_and_evaluate, 6)
+    assert list(inspect(compiled).ran_eagerly) == ["head"]
     assert "1 module runs eagerly" in text
 
 
@@ -364,18 +358,24 @@ def with_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("make_model", "reason"),
+    ("make_model", "reason", "paths"),
     [
-        (Disabled, "torch.compiler.disable on "),
-        (lambda: without("head"), "torch.compiler.disable on "),
-        (with_a_reason, "it is exact"),
+        (Disabled, "torch.compiler.disable on ", ["head"]),
+        (lambda: without("head"), "torch.compiler.disable on ", ["head"]),
+        (lambda: without("block"), "torch.compiler.disable on a Block", ["block", "block.up"]),
+        (with_a_reason, "it is exact", ["head"]),
     ],
 )
-def test_what_torch_compiler_disable_keeps_is_in_the_table_and_no_warning(make_model, reason):
+def test_what_torch_compiler_disable_keeps_is_in_the_table_and_no_warning(make_model, reason, paths):
+    """Also a product of the module's own, whose sizes are not known; a comparison has the rows."""
     compiled = make(make_model(), strict=True)
     assert said_in(compiled) == []
-    assert reason in inspect(compiled).ran_eagerly["head"]
-    assert "5 of 6 GEMMs run in FP8" in str(inspect(compiled))
+    found = inspect(compiled)
+    assert list(found.ran_eagerly) == paths
+    assert reason in found.ran_eagerly[paths[0]]
+    assert paths != ["head"] or "5 of 6 GEMMs run in FP8" in str(found)
+    said_in(other := make(Model()), 1)
+    assert (paths[-1], "output") in {(c.module, c.role) for c in diff(found, inspect(other)).changes}
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
@@ -589,20 +589,6 @@ def test_a_dispatch_mode_is_the_cause():
     with FlopCounterMode(display=False):
         compiled(x())
     assert any(gemm.quantized for gemm in inspect(compiled).gemms)
-
-
-def test_the_page_and_a_comparison_have_the_rows(tmp_path):
-    """Also of a product of its own, whose sizes are not known."""
-    pytest.importorskip("jinja2")
-    compiled, other = make(without("block")), make(Model())
-    said_in(compiled, 1), said_in(other, 1)
-    found = inspect(compiled)
-    assert set(found.ran_eagerly) == {"block", "block.up"}
-    found.to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "ran eagerly: torch.compiler.disable on a Block" in text
-    changes = {(c.module, c.role) for c in diff(found, inspect(other)).changes}
-    assert ("block.up", "output") in changes
 
 
 class Looped(Model):

@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import (
-    Float8BlockScaling,
-    fp8_compile,
-    inspect,
-    state,
-    state_dict_fp8,
-)
+from fp8pass import Float8BlockScaling, fp8_compile, inspect, state, state_dict_fp8
 from fp8pass.errors import ReleasedWeightError, StaleWeightError
 from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.models import LlamaBlock
@@ -115,30 +109,6 @@ def quantized_weights(case, linears):
     return {n: quantize(numbers(m.weight), *([amaxes[n]] if recipe == "current" else ())) for n, m in linears.items()}
 
 
-def is_same(data, scale, wanted, is_blocked, is_input):
-    q, expected = wanted
-    rows, columns = q.shape
-    if is_blocked:
-        held = scale[:, :rows].t() if is_input else scale[:, : expected.shape[1]]
-    else:
-        held = scale[:rows] if scale.dim() else scale
-    right = np.array_equal(data.view(torch.uint8).numpy()[:rows, :columns], q)
-    return right and held.numpy().dtype == F and np.array_equal(held.numpy(), expected)
-
-
-def wrong_operands(case, gemms, linears, given):
-    """The operands that are not what an engine makes of the inputs that linears were given, and of their weights."""
-    _, recipe, of_input, _ = CASES[case]
-    is_blocked, weights, found = recipe is F32 or recipe == "blockwise", quantized_weights(case, linears), []
-    for gemm, name in zip(gemms, linears, strict=True):
-        assert given[name].dtype == torch.bfloat16
-        if not is_same(gemm.a, gemm.scale_a, of_input(numbers(given[name])), is_blocked, True):
-            found.append((name, "input"))
-        if not is_same(gemm.b, gemm.scale_b, weights[name], is_blocked, False):
-            found.append((name, "weight"))
-    return found
-
-
 # -- models
 
 
@@ -159,22 +129,13 @@ as_read.register_fake(lambda x, names: torch.empty_like(x))
 def with_barriers(linears, run):
     """Put one barrier in front of all linears that read one tensor; returns the hooks, and the linears in the order of their
     runs."""
-    readers: dict[int, list[str]] = {}
-    alive, order = [], []
-
-    def note(name):
-        def hook(_, args):
-            alive.append(args[0])
-            order.append(name)
-            readers.setdefault(id(args[0]), []).append(name)
-
-        return hook
-
-    hooks = [linear.register_forward_pre_hook(note(name)) for name, linear in linears.items()]
+    runs, held = [], {}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, name=name: runs.append((name, args[0]))) for name, m in linears.items()
+    ]
     run()
     for hook in hooks:
         hook.remove()
-    held = {}
 
     def read(names, is_first):
         def hook(_, args):
@@ -184,10 +145,11 @@ def with_barriers(linears, run):
 
         return hook
 
-    groups = [" ".join(names) for names in readers.values()]
-    place = {name: (names, names.split()[0] == name) for names in groups for name in names.split()}
-    hooks = [linear.register_forward_pre_hook(read(*place[name])) for name, linear in linears.items()]
-    return hooks, {name: linears[name] for name in order}
+    hooks = []
+    for name, x in runs:
+        names = [other for other, y in runs if y is x]
+        hooks.append(linears[name].register_forward_pre_hook(read(" ".join(names), name == names[0])))
+    return hooks, {name: linears[name] for name, _ in runs}
 
 
 def forward_gemms(model, inputs, case, has_barriers=True):
@@ -208,18 +170,37 @@ def forward_gemms(model, inputs, case, has_barriers=True):
     return compiled, gemms, linears, dict(_given)
 
 
-def bytes_of(x):
-    return x.contiguous().reshape(-1).view(torch.uint8) if isinstance(x, torch.Tensor) else torch.tensor(0)
+def assert_same(data, scale, wanted):
+    q, expected = wanted
+    rows, columns = q.shape
+    assert np.array_equal(data.view(torch.uint8).numpy()[:rows, :columns], q)
+    assert scale.dtype is torch.float32
+    assert np.array_equal(scale.numpy(), expected)
+
+
+def bits(value):
+    return value.contiguous().flatten().view(torch.uint8).tolist() if isinstance(value, torch.Tensor) else value
 
 
 def check(model, inputs, case):
     """All forward GEMMs. With a barrier in front of each linear, operands are what the formula makes of its input and weight;
     without barriers they are the same. Returns the compiled model."""
+    _, recipe, quantize, _ = CASES[case]
+    is_blocked = recipe is F32 or recipe == "blockwise"
     _, gemms, linears, given = forward_gemms(model, inputs, case)
     compiled, plain, *_ = forward_gemms(model, inputs, case, has_barriers=False)
-    assert wrong_operands(case, gemms, linears, given) == []
-    fields = [(vars(a), vars(b)) for a, b in zip(plain, gemms, strict=True)]
-    assert [key for a, b in fields for key in a if not torch.equal(bytes_of(a[key]), bytes_of(b[key]))] == []
+    weights = quantized_weights(case, linears)
+    for gemm, name, other in zip(gemms, linears, plain, strict=True):
+        assert given[name].dtype == torch.bfloat16
+        x, weight = quantize(numbers(given[name])), weights[name]
+        scale_a, scale_b = gemm.scale_a, gemm.scale_b
+        if is_blocked:
+            scale_a, scale_b = scale_a[:, : len(x[0])].t(), scale_b[:, : weight[1].shape[1]]
+        elif scale_a.dim():
+            scale_a, scale_b = scale_a[: len(x[0])], scale_b[: len(weight[0])] if scale_b.dim() else scale_b
+        assert_same(gemm.a, scale_a, x)
+        assert_same(gemm.b, scale_b, weight)
+        assert {key: bits(value) for key, value in vars(other).items()} == {key: bits(v) for key, v in vars(gemm).items()}
     return compiled
 
 
@@ -238,8 +219,7 @@ def test_forward_operands_are_the_engines(case):
 def assert_exported(compiled, expected, fmt="compressed-tensors"):
     tensors = dict(state_dict_fp8(compiled, fmt))
     for name, (q, scale) in expected.items():
-        assert np.array_equal(tensors[f"{name}.weight"].view(torch.uint8).numpy(), q)
-        assert np.array_equal(tensors[f"{name}.weight_scale"].float().numpy().squeeze(), scale.squeeze())
+        assert_same(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"].squeeze(), (q, scale.squeeze()))
 
 
 def zoo_model(name):
@@ -446,10 +426,8 @@ def test_experts_have_one_scale_each_and_their_inputs_one():
     _, wanted = dynamic_per_tensor(numbers(x))
     assert up.scale_a.item() == wanted
     for gemm, weight in ((up, model.up), (down, model.down)):
-        for i, (q, scale) in enumerate(map(dynamic_per_tensor, numbers(weight))):
-            rows, columns = q.shape
-            assert np.array_equal(gemm.b[i].view(torch.uint8).numpy()[:rows, :columns], q)
-            assert gemm.scale_b.reshape(-1)[i].item() == scale
+        for i, wanted in enumerate(map(dynamic_per_tensor, numbers(weight))):
+            assert_same(gemm.b[i], gemm.scale_b.reshape(-1)[i], wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it

@@ -18,7 +18,6 @@ from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
 from fp8pass.recipes import PRESETS
 from fp8pass.rules import parse_rules
-from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools import estimation, repeats
 from fp8pass.tools.estimation import GemmEstimate, RecipeEstimate
 from fp8pass.tools.repeats import copies_of, kept_positions
@@ -66,48 +65,35 @@ def figures(estimation):
     return by_recipe, estimation.bf16_saved_bytes, sums
 
 
-@pytest.mark.parametrize(("recipe", "layers", "wide"), [("delayed", 4, 0), ("blockwise", 6, 2)], ids=["alike", "alternating"])
-def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, layers, wide):
-    model = on_meta(Tower, layers=layers, wide=wide)
+@pytest.mark.parametrize(
+    ("recipe", "layers", "wide", "num_kept"),
+    [("delayed", 4, 0, 3), ("blockwise", 9, 2, 5), ("current", 9, 5, 7)],
+    ids=["alike", "alternating", "seldom another"],
+)
+def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, layers, wide, num_kept):
+    model, found = on_meta(Tower, layers=layers, wide=wide), []
+    monkeypatch.setattr(estimation, "cut_repeats", lambda graph: found.append(repeats.cut_repeats(graph)) or found[-1])
     cut = fp8pass.estimate(model, tokens(), recipe=recipe)
-    seen = []
-    monkeypatch.setattr(estimation, "cut_repeats", lambda graph: seen.append(len(graph.nodes)) or {})
+    monkeypatch.setattr(estimation, "cut_repeats", lambda graph: {})
     whole = fp8pass.estimate(model, tokens(), recipe=recipe)
-    assert seen
+    kept = found[0]
+    assert len(kept) == num_kept
+    assert sorted(i for indices in kept.values() for i in indices) == list(range(layers))
     assert figures(cut) == figures(whole)
     # Scales are saved in one vector for all tensors of the graph.
     assert cut.recipes[recipe].saved_bytes == pytest.approx(whole.recipes[recipe].saved_bytes, rel=1e-3)
     assert len(cut.recipes[recipe].gemms) == layers * 21 + 3
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 3), ({"wide": 2}, 5), ({"wide": 5}, 7)])
-def test_equal_layers_are_left_out(options, expected):
-    kept = []
-    model = on_meta(Tower, layers=9, **options)
-
-    def backend(gm, _):
-        kept.append(repeats.cut_repeats(copied(gm).graph))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend, dynamic=False)(tokens())
-    assert len(kept[0]) == expected
-    assert sorted(i for indices in kept[0].values() for i in indices) == list(range(9))
-
-
 def test_layers_whose_results_are_read_later_all_stay():
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+    def forward(m, x):
+        results = [x]
+        for layer in m.layers:
+            results.append(layer(results[-1]))
+        return torch.stack(results[1:]).sum()
 
-        def forward(self, x):
-            results = [x]
-            for layer in self.layers:
-                results.append(layer(results[-1]))
-            return torch.stack(results[1:]).sum()
-
-    found = fp8pass.estimate(Skips(), torch.empty(64, 64, requires_grad=True), recipe="current")
+    model = Net(forward, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(5)))
+    found = fp8pass.estimate(model, torch.empty(64, 64, requires_grad=True), recipe="current")
     assert len(found.recipes["current"].gemms) == 15
 
 
@@ -287,6 +273,12 @@ def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
     assert fp8pass.estimate(model, x, device="b200", **arguments).refused == {}
 
 
+class Decides(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x * 2 if x.sum().item() > 0 else x
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -295,24 +287,14 @@ def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
         ({"recipe": "mxfp8"}, OptionError, "mxfp8.* does not run on NVIDIA H200"),
         ({"recipe": "dlayed"}, RecipeError, "delayed"),
         ({"select": "some"}, OptionError, "select"),
+        ({"model": torch.relu}, OptionError, r"pass an nn\.Module"),
+        ({"model": Decides(), "recipe": "current"}, OptionError, "depends on values"),
     ],
 )
 def test_wrong_arguments(arguments, error, text):
+    given = {"model": mlp(), **arguments}
     with pytest.raises(error, match=text):
-        fp8pass.estimate(mlp(), torch.empty(64, 64), **arguments)
-
-
-def test_a_function_is_refused_and_values_that_decide_are_named():
-    with pytest.raises(OptionError, match=r"pass an nn\.Module"):
-        fp8pass.estimate(torch.relu, torch.empty(3))
-
-    class Decides(nn.Module):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return x * 2 if x.sum().item() > 0 else x
-
-    with pytest.raises(OptionError, match="depends on values"):
-        fp8pass.estimate(Decides(), torch.empty(3, requires_grad=True), recipe="current")
+        fp8pass.estimate(given.pop("model"), torch.empty(64, 64, requires_grad=True), **given)
 
 
 def test_texts(monkeypatch):
@@ -337,7 +319,7 @@ def test_texts(monkeypatch):
 def test_texts_are_no_longer_than_the_positions_of_the_model(config, positions, capsys):
     pytest.importorskip("transformers")
     sizes = ["num_hidden_layers=1", "vocab_size=64"]
-    assert main(["estimate", config, *sizes, "--recipe", "current", "--json"]) == 0
+    assert main(["estimate", config, *sizes, "--recipe", "current", "--tokens", "8192", "--json"]) == 0
     out, err = capsys.readouterr()
     assert ("note:" in err) == (positions is not None)
     if positions is not None:

@@ -22,17 +22,18 @@ from tests.support import training
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 from tests.support.training import fp8, same
+from tests.tolerances import SQNR_MODEL_OUTPUT
 
 RECIPE = DelayedScaling(amax_history_len=4)
 E4M3_MAX = torch.tensor(448.0)  # `448.0 / tensor` would multiply with a reciprocal, which rounds twice
 
 
-def linear_by_hand(module, x, x_scale=None, weight_scale=None):
-    """A linear in FP8; scales are taken from the tensors themselves where none is given."""
+def linear_by_hand(module, x):
+    """A linear in FP8, whose scales are taken from the tensors themselves."""
     operands = []
     with torch.no_grad():
-        for value, scale in ((x, x_scale), (module.weight, weight_scale)):
-            scale = E4M3_MAX / value.abs().amax() if scale is None else scale
+        for value in (x, module.weight):
+            scale = E4M3_MAX / value.abs().amax()
             operands.append(torch.clamp(value * scale, -448, 448).to(torch.float8_e4m3fn).float() / scale)
         return operands[0] @ operands[1].t() + module.bias
 
@@ -61,30 +62,20 @@ def gradients(compiled, model, x, steps=1):
     return training.gradients(model) | {"output": out}
 
 
-class CountedRuns:
-    """Counts runs of graphs for empty histories (`first`), and of the compiled ones (`usual`)."""
+@pytest.fixture
+def runs(monkeypatch):
+    """(whether a graph ran for empty histories, whether a compiled one did) of each run."""
+    found, real = [], DynamoGraph._call
 
-    def __enter__(self):
-        self.first = self.usual = 0
-        real = DynamoGraph._call
+    def call(frame, graph, instance, args, records, variants, *rest):
+        found.append((variants == {FIRST_STEP}, not variants))
+        return real(frame, graph, instance, args, records, variants, *rest)
 
-        def call(frame, graph, instance, args, records, variants, *rest):
-            self.first += variants == {FIRST_STEP}
-            self.usual += not variants
-            return real(frame, graph, instance, args, records, variants, *rest)
+    monkeypatch.setattr(DynamoGraph, "_call", call)
+    return found
 
-        self._patch = mock.patch.object(DynamoGraph, "_call", call)
-        self._patch.start()
-        return self
 
-    def __exit__(self, *error):
-        self._patch.stop()
-
-    def since(self):
-        """(first, usual) since the last time."""
-        counts, self.first, self.usual = (self.first, self.usual), 0, 0
-        return counts
-
+FIRST, USUAL = (True, False), (False, True)
 
 # -- numbers
 
@@ -103,16 +94,15 @@ def test_step_1_is_current_scalings_to_the_last_bit_and_one_is_not(backend):
 # -- steady state
 
 
-def test_later_steps_run_the_compiled_code_and_nothing_is_compiled_again():
+def test_later_steps_run_the_compiled_code_and_nothing_is_compiled_again(runs):
     pair, x = Pair(), torch.randn(24, 64)
-    with CountedRuns() as runs, mock.patch.object(backend_module, "rewrite", wraps=backend_module.rewrite) as rewrite:
+    with mock.patch.object(backend_module, "rewrite", wraps=backend_module.rewrite) as rewrite:
         pair.step(x)
-        assert runs.since() == (1, 0)
-        assert rewrite.call_count == 2, "the graph, and the one for empty histories"
+        assert runs == [FIRST]
         graphs = counters["stats"]["unique_graphs"]
         pair.step(x, 20)
-        assert runs.since() == (0, 20)
-        assert rewrite.call_count == 2
+        assert runs == [FIRST, *[USUAL] * 20]
+        assert rewrite.call_count == 2, "the graph, and the one for empty histories"
     assert counters["stats"]["unique_graphs"] == graphs
     assert len(inspect(pair.delayed).graphs) == 1
 
@@ -133,20 +123,45 @@ def test_the_graph_of_later_steps_is_that_of_a_model_that_starts_with_one():
 # -- situations
 
 
-def test_new_layers_that_share_a_compiled_graph():
+def test_new_layers_that_share_a_compiled_graph(runs):
     """Each layer has a first step of its own, although the graph is compiled and has run for others."""
     run = fp8(lambda layer, x: layer(x), RECIPE, step="manual")
-    with CountedRuns() as runs:
-        for step in range(3):
-            layer, x = nn.Linear(64, 64), torch.randn(40, 64, requires_grad=True) * 10.0 ** (3 * step - 3)
-            out = run(layer, x)
-            assert sqnr(linear_by_hand(layer, x), out) > 100
-            out.sum().backward()
-            assert runs.since() == (1, 0)
-            state(run).step()
-            assert sqnr(linear_by_hand(layer, x), run(layer, x)) > 100
-            assert runs.since() == (0, 1)
+    for step in range(3):
+        layer, x = nn.Linear(64, 64), torch.randn(40, 64, requires_grad=True) * 10.0 ** (3 * step - 3)
+        out = run(layer, x)
+        assert sqnr(linear_by_hand(layer, x), out) > 100
+        out.sum().backward()
+        state(run).step()
+        assert sqnr(linear_by_hand(layer, x), run(layer, x)) > 100
+    assert runs == [FIRST, USUAL] * 3
     assert len(inspect(run).graphs) == 1
+
+
+class Scaled(nn.Module):
+    """Python floats that change between calls are inputs of Dynamo's graph, which the first step traces again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, factor, both=True):
+        x = self.first(x * factor)
+        return self.second(x) if both else x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["an evaluation first", "a branch that begins later"])
+def test_floats_that_change(evaluates, backend):
+    model, x = Scaled(), torch.randn(32, 64)
+    compiled = fp8(copy.deepcopy(model), "delayed", backend=backend)
+    for factor, both in [(4.0, evaluates), (3.0, evaluates), (2.0, True), (1.0, True)]:
+        for i in range(3 if evaluates and factor == 4 else 0):
+            with torch.no_grad():
+                assert sqnr(model(x, 1.0 + i), compiled(x, 1.0 + i)) >= SQNR_MODEL_OUTPUT
+        out = compiled(x, factor, both)
+        out.sum().backward()
+        assert sqnr(model(x, factor, both), out) >= SQNR_MODEL_OUTPUT
+    assert all(gemm.quantized for gemm in inspect(compiled).gemms)
 
 
 def test_a_boundary_between_forward_and_recomputation():

@@ -4,19 +4,17 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import forward_ad
 from torch.func import jacfwd, jvp
 
 import lowering
 from fp8pass import fp8_compile
 from fp8pass.errors import ForwardModeError
+from tests.support.cases import combinations
+from tests.support.models import mlp
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
-
-
-def make_model():
-    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32))
+INDUCTOR = [("current", False, with_grad, "inductor") for with_grad in (True, False)]
 
 
 @contextlib.contextmanager
@@ -34,37 +32,30 @@ def dual_parameter(model):
             last.weight = weight
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_tangent_of_an_input_or_a_parameter_is_refused(recipe, warm, with_grad):
-    model = make_model()
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
+FORMS = combinations(RECIPES, (False, True), (False, True))
+
+
+@pytest.mark.parametrize(("recipe", "warm", "with_grad", "backend"), [(*form, "aot_eager") for form in FORMS] + INDUCTOR)
+def test_a_tangent_of_an_input_or_a_parameter_is_refused(recipe, warm, with_grad, backend):
+    compiled = fp8_compile(model := mlp(), recipe, backend=backend)
     x, tangent = torch.randn(32, 64), torch.randn(32, 64)
     with torch.set_grad_enabled(with_grad):
         expected = compiled(x) if warm else None
         with forward_ad.dual_level(), pytest.raises(ForwardModeError, match=r"reverse mode"):
             compiled(forward_ad.make_dual(x, tangent))
+        if backend == "inductor":
+            return
         with dual_parameter(model), pytest.raises(ForwardModeError):
             compiled(x)
         with forward_ad.dual_level():  # without a tangent
             found = compiled(x)
-        if expected is not None:
-            assert found.shape == expected.shape
+        assert expected is None or found.shape == expected.shape
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("with_grad", [True, False])
-def test_generated_code_refuses_it(with_grad):
-    compiled = fp8_compile(make_model(), "current", backend="inductor")
-    x = torch.randn(32, 64)
-    with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), pytest.raises(ForwardModeError):
-        compiled(forward_ad.make_dual(x, x))
-
-
-def test_a_derivative_inside_of_the_model_runs_in_fp8():
-    """A part of the graph like any other."""
-    model, x = make_model(), torch.randn(32, 64)
+@pytest.mark.filterwarnings("ignore:.*:fp8pass.errors.Fp8FallbackWarning", "ignore::UserWarning")
+def test_derivatives_inside_of_the_model_run_in_fp8_and_those_around_it_in_high_precision():
+    """torch.compile runs a model eagerly below a transform of torch.func, and says so."""
+    model, x, tangent = mlp(), torch.randn(32, 64), torch.randn(32, 64)
 
     def inside(x):
         return jvp(model, (x,), (torch.ones_like(x),))[1]
@@ -72,18 +63,10 @@ def test_a_derivative_inside_of_the_model_runs_in_fp8():
     with torch.no_grad():
         found, expected = fp8_compile(inside, "current", backend="aot_eager")(x), inside(x)
     assert 0 < (found - expected).norm() < 0.1 * expected.norm()
-
-
-@pytest.mark.filterwarnings("ignore:.*:fp8pass.errors.Fp8FallbackWarning", "ignore::UserWarning")
-def test_transforms_around_the_model_have_the_derivative_of_high_precision():
-    """torch.compile runs a model eagerly below a transform of torch.func, and says so."""
-    model = make_model()
     compiled = fp8_compile(model, "current", backend="aot_eager")
-    x, tangent = torch.randn(8, 64), torch.randn(8, 64)
     assert torch.equal(jvp(compiled, (x,), (tangent,))[1], jvp(model, (x,), (tangent,))[1])
-    x = torch.randn(1, 64)
-    found = jacfwd(lambda v: compiled(v).sum(0))(x)
-    torch.testing.assert_close(found, jacfwd(lambda v: model(v).sum(0))(x))
+    found, expected = (jacfwd(lambda v, call=call: call(v).sum(0))(x[:1]) for call in (compiled, model))
+    torch.testing.assert_close(found, expected)
 
 
 def test_operations_of_lowering_refuse_it():

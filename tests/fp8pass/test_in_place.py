@@ -40,6 +40,10 @@ def make(model=None, recipe=RECIPE):
     return fp8(model or Block(), recipe, in_place=True)
 
 
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
 def x(columns=32):
     return torch.randn(16, columns)
 
@@ -62,13 +66,14 @@ def test_the_model_stays_what_it_was_and_computes_what_a_compiled_one_does():
     assert model(given, scale=0.0).abs().max() == 0
 
 
-@pytest.mark.parametrize("model", [Block, lambda: mlp(32, 64, 32)], ids=["a module", "torch's own forward"])
-def test_hooks_run_once_per_call(model):
-    model, seen = make(model()), []
+@pytest.mark.parametrize("around", [lambda m: m, compiled, lambda m: compiled(Stack([m]))], ids=["", "itself", "a wrapper"])
+@pytest.mark.parametrize("inner", [Block, lambda: mlp(32, 64, 32)], ids=["a module", "torch's own forward"])
+def test_hooks_run_once_per_call_and_a_torch_compile_around_the_model_keeps_its_fp8(inner, around):
+    model, seen = make(inner()), []
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.register_forward_hook(lambda module, args, output: seen.append("after"))
-    train(model, x())
-    assert seen == ["before", "after"]
+    train(around(model), x(), x())
+    assert seen == ["before", "after"] * 2
     assert any(g.quantized for g in inspect(model).gemms)
 
 
@@ -104,12 +109,21 @@ def test_a_copy_is_the_uncompiled_model(duplicate, kind):
     assert not state(fp8_compile(twin, RECIPE, in_place=True)).tensors
 
 
-def test_twice_is_an_error_and_there_is_a_way_back():
+def test_what_is_an_error_and_that_there_is_a_way_back():
     model, given = make(), x()
     train(model, given)
     for in_place in (True, False):
         with pytest.raises(OptionError, match=r"compiled in place already; call fp8_uncompile\(model\)"):
             fp8_compile(model, RECIPE, in_place=in_place)
+    plain = Block()
+    plain.compile(backend="aot_eager")
+    for other, in_place, message in (
+        (torch.relu, True, r"in_place=True compiles an nn\.Module"),
+        (Block(), "yes", "in_place is 'yes'"),
+        (plain, True, r"model.compile\(\) was called"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            fp8_compile(other, RECIPE, in_place=in_place)
     fp8_uncompile(model)
     assert not {"forward", "_compiled_call_impl"} & set(model.__dict__)
     assert model(given).equal(Block.forward(model, given))
@@ -121,18 +135,6 @@ def test_twice_is_an_error_and_there_is_a_way_back():
     assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"current"}
 
 
-def test_what_cannot_be_compiled_in_place():
-    plain = Block()
-    plain.compile(backend="aot_eager")
-    for model, in_place, message in (
-        (torch.relu, True, r"in_place=True compiles an nn\.Module"),
-        (Block(), "yes", "in_place is 'yes'"),
-        (plain, True, r"model.compile\(\) was called"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            fp8_compile(model, RECIPE, in_place=in_place)
-
-
 def test_equal_layers_compile_once():
     before = counters["stats"]["unique_graphs"]
     layers = [make() for _ in range(12)]
@@ -141,14 +143,6 @@ def test_equal_layers_compile_once():
         train(layer, x())
     assert counters["stats"]["unique_graphs"] == before + 1
     assert all(state(layer).amax_history("up:weight")[0] == layer.up.weight.abs().max() for layer in layers)
-
-
-@pytest.mark.parametrize("around", [lambda m: m, lambda m: Stack([m])], ids=["itself", "a wrapper"])
-@pytest.mark.parametrize("inner", [Block, lambda: mlp(32, 64, 32)], ids=["a module", "a sequential"])
-def test_a_torch_compile_around_the_model_keeps_its_fp8(around, inner):
-    model = make(inner())
-    train(torch.compile(around(model), backend="aot_eager"), x(), x())
-    assert any(g.quantized for g in inspect(model).gemms)
 
 
 def test_a_call_that_could_not_begin_is_over(monkeypatch):

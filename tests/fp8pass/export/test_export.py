@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8pass import DelayedScaling, export_fp8, fp8_compile, state, state_dict_fp8
-from fp8pass.api import _parts_and_model
 from fp8pass.errors import ExportError, NotCompiledError
-from fp8pass.tools.export import plan_export
 from fp8pass.tools.export.formats import CompressedTensors, FineGrained, ScaleKind, StoredScheme
 from tests.support.engines import dequantized
 from tests.support.memory import allocated
@@ -46,10 +44,6 @@ def chain(*sizes):
     return nn.Sequential(nn.Embedding(64, sizes[0]), *(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
 
 
-def planned(compiled, fmt):
-    return plan_export(*_parts_and_model(compiled), fmt)
-
-
 def trained(recipe, model=None, **options):
     model = model or Model().bfloat16()
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
@@ -69,16 +63,13 @@ def exact(tensor):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_bytes_are_those_of_the_forward(recipe):
     model, compiled, tokens = trained(recipe)
-    exported = dict(state_dict_fp8(compiled))
-    with torch.no_grad(), recorded() as gemms:
-        compiled(tokens)
-    assert len(gemms) == 3
-    for gemm, layer in zip(gemms, range(3), strict=True):
+    gemms, exported = evaluated(compiled, tokens)
+    for layer, gemm in zip(range(3), gemms, strict=True):
         data = exported[f"layers.{layer}.weight"]
         assert data.dtype is torch.float8_e4m3fn
         rows, columns = data.shape
         assert (rows, columns) == tuple(model.layers[layer].weight.shape)
-        assert torch.equal(data.view(torch.uint8), gemm.b.view(torch.uint8)[:rows, :columns])
+        assert torch.equal(bits(data), bits(gemm.b[:rows, :columns]))
         scale = exported[f"layers.{layer}.weight_scale"]
         if recipe == "blockwise":
             assert torch.equal(scale, gemm.scale_b[:, : scale.shape[1]])
@@ -168,22 +159,44 @@ def test_a_crash_while_files_get_their_names_leaves_nothing_that_looks_whole(num
     assert "quantization_config" in json.loads((tmp_path / "config.json").read_text())
 
 
-def test_configs(tmp_path):
+def quantization_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def test_configs_name_groups_and_all_that_is_not_in_fp8(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
-    _, compiled, _ = trained("rowwise")
+    _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
     report = export_fp8(compiled, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "mine"
-    quantization = config["quantization_config"]
-    assert quantization["ignore"] == ["unused"]
-    group = quantization["config_groups"]["group_0"]
-    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
-    assert group["input_activations"]["dynamic"] is True
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mine"
+    quantization = quantization_of(tmp_path)
+    assert quantization["ignore"] == ["layers.2", "unused"]
+    groups = {g["weights"]["strategy"]: g for g in quantization["config_groups"].values()}
+    assert {strategy: g["targets"] for strategy, g in groups.items()} == {"channel": ["layers.0"], "block": ["layers.1"]}
+    assert groups["channel"]["input_activations"].items() >= {"strategy": "token", "dynamic": True}.items()
     assert report.kept == {
         "embed.weight": "embedding: no GEMM reads it",
+        "layers.2.weight": "rule: 'layers.2' keeps high precision",
         "unused.weight": "no forward GEMM that has run reads it unchanged",
     }
-    assert "layers.*.weight (x3): rowwise: one scale per row" in str(report)
+    assert "layers.0.weight: rowwise: one scale per row" in str(report)
+    # In blocks that are not whole there is no FP8.
+    _, compiled, _ = trained("blockwise", chain(256, 384, 576, 200))
+    report = export_fp8(compiled, tmp_path, "fp8")
+    assert [w.name for w in report.written] == ["1.weight"]
+    assert "[576, 384] does not consist of whole 128x128 blocks" in report.kept["2.weight"]
+    assert quantization_of(tmp_path) == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+        "modules_to_not_convert": ["2", "3"],
+    }
+    assert dict(state_dict_fp8(compiled, "fp8"))["1.weight_scale_inv"].dtype is torch.float8_e8m0fnu
+    # A name that is part of another one is a pattern.
+    deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+    model = Net(lambda m, t: m.deep["fc"](m.fc(F.one_hot(t, 96).float())), fc=nn.Linear(96, 128), deep=deep)
+    export_fp8(trained("blockwise", model)[1], tmp_path, "fp8")
+    assert quantization_of(tmp_path)["modules_to_not_convert"] == ["^fc$"]
 
 
 @pytest.mark.parametrize("kind", ScaleKind, ids=lambda kind: kind.name)
@@ -199,32 +212,15 @@ def test_only_static_input_scales_are_not_dynamic(kind):
         assert scheme == ("static" if kind is ScaleKind.STATIC else "dynamic")
 
 
-def test_fp8_keeps_ragged_blocks(tmp_path):
-    _, compiled, _ = trained("blockwise", chain(256, 384, 576, 200))
-    report = export_fp8(compiled, tmp_path, "fp8")
-    assert [w.name for w in report.written] == ["1.weight"]
-    assert "[576, 384] does not consist of whole 128x128 blocks" in report.kept["2.weight"]
-    quantization = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert quantization == {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "scale_fmt": "ue8m0",
-        "modules_to_not_convert": ["2", "3"],
-    }
-    assert dict(state_dict_fp8(compiled, "fp8"))["1.weight_scale_inv"].dtype is torch.float8_e8m0fnu
+def evaluated(compiled, tokens):
+    """The FP8 GEMMs of a forward, and what is exported."""
+    with torch.no_grad(), recorded() as gemms:
+        compiled(tokens)
+    return gemms, dict(state_dict_fp8(compiled))
 
 
-def test_names_and_groups_of_configs():
-    deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
-    model = Net(lambda m, t: m.deep["fc"](m.fc(F.one_hot(t, 96).float())), fc=nn.Linear(96, 128), deep=deep)
-    _, compiled, _ = trained("blockwise", model)
-    assert planned(compiled, "fp8").config["modules_to_not_convert"] == ["^fc$"]
-    _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
-    contents = planned(compiled, "compressed-tensors")
-    groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
-    assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
-    assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
+def bits(data):
+    return data.contiguous().view(torch.uint8)
 
 
 def test_scales_of_delayed_scaling():
@@ -238,9 +234,7 @@ def test_scales_of_delayed_scaling():
     # Exchanged weights take their scales from themselves, with the headroom that the recipe asks for.
     model, compiled, tokens = trained(DelayedScaling(margin=2))
     state(compiled).forget_weights()
-    exported = dict(state_dict_fp8(compiled))
-    with torch.no_grad(), recorded() as gemms:
-        compiled(tokens)
+    gemms, exported = evaluated(compiled, tokens)
     for layer, gemm in enumerate(gemms):
         scale_inv = exported[f"layers.{layer}.weight_scale"]
         assert scale_inv.item() == pytest.approx(model.layers[layer].weight.abs().max().item() * 4 / 448)
@@ -280,41 +274,27 @@ def test_layouts_and_reads_that_no_format_has():
     assert exported["plain.weight"].dtype is torch.float8_e4m3fn
 
 
-def test_under_autocast_the_parameter_is_quantized():
-    compiled, tokens = fp8_compile(chain(128, 128), "rowwise", backend="aot_eager"), torch.randint(0, 64, (2, 16))
-    with torch.autocast("cpu", torch.bfloat16):
-        compiled(tokens).sum().backward()
-        with torch.no_grad(), recorded() as gemms:
-            compiled(tokens)
-    data = dict(state_dict_fp8(compiled))["1.weight"]
-    assert torch.equal(data.view(torch.uint8), gemms[0].b.view(torch.uint8))
-
-
-def test_modules_compiled_one_by_one_and_in_place():
-    model = Model()
-    for layer in model.layers[:2]:
-        fp8_compile(layer, "rowwise", backend="aot_eager", in_place=True)
-    tokens = torch.randint(0, 64, (2, 16))
-    model(tokens)
-    exported = dict(state_dict_fp8(model))
-    assert exported["layers.0.weight"].dtype is exported["layers.1.weight"].dtype is torch.float8_e4m3fn
-    assert exported["layers.2.weight"].dtype is torch.float32
-
-
-def test_experts_of_any_model():
+@pytest.mark.parametrize(("recipe", "shape"), [("delayed", (4,)), ("rowwise", (4, 96, 1))])
+def test_experts_parameters_under_autocast_and_modules_compiled_one_by_one(recipe, shape):
     def experts(m, tokens):
         x = F.one_hot(tokens.flatten(), 64).to(torch.bfloat16)
         return torch._grouped_mm(x, m.up.transpose(-2, -1), torch.tensor([8, 8, 24, 32], dtype=torch.int32))
 
-    for recipe, shape in (("delayed", (4,)), ("rowwise", (4, 96, 1))):
-        model = Net(experts, up=nn.Parameter(torch.randn(4, 96, 64, dtype=torch.bfloat16)))
-        _, compiled, tokens = trained(recipe, model)
-        exported = dict(state_dict_fp8(compiled))
-        with torch.no_grad(), recorded() as gemms:
-            compiled(tokens)
-        assert tuple(exported["up_scale"].shape) == shape
-        assert torch.equal(exported["up"].view(torch.uint8), gemms[0].b.view(torch.uint8)[:, :96, :64])
-        assert torch.equal(exported["up_scale"].flatten(), gemms[0].scale_b.flatten())
+    _, compiled, tokens = trained(recipe, Net(experts, up=nn.Parameter(torch.randn(4, 96, 64, dtype=torch.bfloat16))))
+    (gemm,), exported = evaluated(compiled, tokens)
+    assert tuple(exported["up_scale"].shape) == shape
+    assert torch.equal(bits(exported["up"]), bits(gemm.b[:, :96, :64]))
+    assert torch.equal(exported["up_scale"].flatten(), gemm.scale_b.flatten())
+    with torch.autocast("cpu", torch.bfloat16):
+        _, compiled, _ = trained(recipe, chain(128, 128))
+        (gemm,), exported = evaluated(compiled, tokens)
+    assert torch.equal(bits(exported["1.weight"]), bits(gemm.b)), "of the Parameter itself"
+    model = Model()
+    for layer in model.layers[:2]:
+        fp8_compile(layer, recipe, backend="aot_eager", in_place=True)
+    model(tokens).sum().backward()
+    dtypes = [dict(state_dict_fp8(model))[f"layers.{i}.weight"].dtype for i in range(3)]
+    assert dtypes == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32]
 
 
 def test_an_export_needs_the_memory_of_one_layer(tmp_path):
