@@ -15,6 +15,7 @@ import fp8pass
 from fp8pass.graph.gemms import Sharded
 from fp8pass.inputs import USUAL
 from fp8pass.options import CompileOptions
+from fp8pass.recipes import PRESETS
 from fp8pass.rewrite.runner import without
 from fp8pass.runtime import cache_key
 from fp8pass.runtime.cache_key import fingerprint, key_of
@@ -60,55 +61,34 @@ def test_equal_settings_have_equal_keys():
     assert key(graph_of()[0]) == key()
 
 
-RECIPES = {
-    "margin": fp8pass.DelayedScaling(margin=1),
-    "history": fp8pass.DelayedScaling(amax_history_len=16),
-    "format": fp8pass.DelayedScaling(fp8_format=fp8pass.Format.E4M3),
-    "algorithm": fp8pass.DelayedScaling(amax_compute_algo="most_recent"),
-    "initial scale": fp8pass.DelayedScaling(initial_scale="one"),
-    "reduction": fp8pass.DelayedScaling(reduce_amax=False),
-    "accumulation": fp8pass.DelayedScaling(fast_accum_output=False),
-    "current": "current",
-    "epsilon": fp8pass.Float8CurrentScaling(amax_epsilon=1e-6),
-    "powers of two": fp8pass.Float8CurrentScaling(use_power_2_scales=True),
-    "override": fp8pass.Float8CurrentScaling(backward_override="high_precision"),
-    "other override": fp8pass.Float8CurrentScaling(backward_override="dequantized"),
-    "rowwise": "rowwise",
-    "rowwise override": fp8pass.Float8RowwiseScaling(backward_override="high_precision"),
-    "rowwise_with_gw_hp": "rowwise_with_gw_hp",
-    "blockwise": "blockwise",
-    "float32 scales": fp8pass.Float8BlockScaling(use_f32_scales=True),
-    "block": fp8pass.Float8BlockScaling(w_block_scaling_dim=1),
-    "mxfp8": "mxfp8",
-    "mxfp8 override": fp8pass.MXFP8BlockScaling(backward_override="dequantized"),
+HIGH = {"backward_override": "high_precision"}
+DELAYED = {"margin": 1, "amax_history_len": 16, "fp8_format": fp8pass.Format.E4M3, "amax_compute_algo": "most_recent"}
+CHANGES = {
+    fp8pass.DelayedScaling: DELAYED | {"initial_scale": "one", "reduce_amax": False, "fast_accum_output": False},
+    fp8pass.Float8CurrentScaling: {"amax_epsilon": 1e-6, "use_power_2_scales": True, **HIGH},
+    fp8pass.Float8RowwiseScaling: HIGH,
+    fp8pass.Float8BlockScaling: {"use_f32_scales": True, "w_block_scaling_dim": 1},
+    fp8pass.MXFP8BlockScaling: {"backward_override": "dequantized"},
 }
-OPTIONS = {
-    **{f"recipe {name}": {"recipe": recipe} for name, recipe in RECIPES.items()},
-    "a rule": {"rules": {"0": None}},
-    "a rule of a role": {"rules": {"0:output": None}},
-    "a rule's recipe": {"rules": {"0": "current"}},
-    "the order of rules": {"rules": {"0": None, "*": "current"}},
-    "the other order": {"rules": {"*": "current", "0": None}},
-    "select": {"select": "all"},
-    "min_speedup": {"min_speedup": 1.5},
-    "match": {"recipe": "rowwise", "match": "vllm"},
-    "weight_copies": {"weight_copies": "save"},
-    "kept copies": {"weight_copies": "cache"},
-    "release_frozen": {"release_frozen": True},
-    "fsdp_gather": {"fsdp_gather": "fp8"},
-    "backend": {"backend": "aot_eager"},
-}
-
-
+RECIPES = [name for name in PRESETS if name != "delayed"]
+RECIPES += [make(**{name: value}) for make, changes in CHANGES.items() for name, value in changes.items()]
+RECIPES += [fp8pass.Float8CurrentScaling(backward_override="dequantized")]
+RULES = [{"0": None}, {"0:output": None}, {"0": "current"}, {"0": None, "*": "current"}, {"*": "current", "0": None}]
+OPTIONS = [
+    *({"recipe": recipe} for recipe in RECIPES),
+    *({"rules": rules} for rules in RULES),
+    *({"select": "all"}, {"min_speedup": 1.5}, {"weight_copies": "save"}, {"weight_copies": "cache"}, {"backend": "aot_eager"}),
+    *({"release_frozen": True}, {"fsdp_gather": "fp8"}, {"recipe": "rowwise", "match": "vllm"}),
+]
 NO_DECISIONS = {"strict": True, "step": "manual", "dynamic": False, "schedule": {5: {"*": None}}}
 
 
 def test_every_option_that_decides_changes_the_key_and_no_other_does():
     """A new option needs a line above: it decides about graphs, or it does not."""
-    assert_different(key(), *(key(**options) for options in OPTIONS.values()))
+    assert_different(key(), *(key(**options) for options in OPTIONS))
     assert {key(**{name: value}) for name, value in NO_DECISIONS.items()} == {key()}
     fields = {f.name for f in dataclasses.fields(CompileOptions) if f.init}
-    tested = {name for options in OPTIONS.values() for name in options} | NO_DECISIONS.keys()
+    tested = {name for options in OPTIONS for name in options} | NO_DECISIONS.keys()
     # Inductor's, which are in torch's own key; the group, whose ranks a test of its own changes.
     assert fields - tested <= {"mode", "options", "amax_reduction_group"} | {"saved_activations"}
 

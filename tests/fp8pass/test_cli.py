@@ -102,52 +102,47 @@ def test_what_is_wrong_is_named_first_and_sizes_may_stand_behind_options(capsys)
         assert f"unrecognized arguments: {rest}; see `python -m fp8pass estimate --help`" in capsys.readouterr().err
 
 
+# -- configurations of transformers
+
+SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
+
+
 @pytest.mark.zoo
-class TestTransformers:
-    @pytest.fixture(autouse=True)
-    def transformers(self):
-        return pytest.importorskip("transformers", minversion="5")
+def test_models_by_their_configurations(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    model, _, kwargs, _ = loaded("LlamaConfig", [*SIZES, "vocab_size=256"])
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert model.model.layers[0].mlp.up_proj.weight.shape == (128, 64)
+    assert kwargs["input_ids"].shape == (2, 128)
+    assert model.training
+    model, *_ = loaded("Qwen3MoeConfig", [*SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
+    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32, "a value that only the code knows"
+    _, _, kwargs, _ = loaded("ViTConfig", [*SIZES[:-1], "image_size=64", "patch_size=16"], tokens=160)
+    assert kwargs["pixel_values"].shape == (10, 3, 64, 64)
+    with pytest.raises(OptionError, match=r"has no config\.json"):
+        loaded(str(tmp_path))
+    sizes = dict(size.split("=") for size in SIZES)
+    transformers.Qwen3Config(**{k: int(v) for k, v in sizes.items()}, vocab_size=256).save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert loaded(str(name), ["vocab_size=512"])[0].lm_head.out_features == 512
 
-    SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
 
-    def test_a_language_model(self):
-        model, _, kwargs, _ = loaded("LlamaConfig", [*self.SIZES, "vocab_size=256"])
-        assert type(model).__name__ == "LlamaForCausalLM"
-        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
-        assert model.model.layers[0].mlp.up_proj.weight.shape == (128, 64)
-        assert kwargs["input_ids"].shape == (2, 128)
-        assert model.training
-
-        model, *_ = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
-        assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32, "a value that only the code knows"
-
-    def test_an_image_classifier(self):
-        sizes = ["hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4", "image_size=64"]
-        _, _, kwargs, _ = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
-        assert kwargs["pixel_values"].shape == (10, 3, 64, 64)
-
-    def test_a_file_and_its_folder(self, tmp_path, transformers):
-        with pytest.raises(OptionError, match=r"has no config\.json"):
-            loaded(str(tmp_path))
-        sizes = dict(size.split("=") for size in self.SIZES)
-        config = transformers.Qwen3Config(**{k: int(v) for k, v in sizes.items()}, vocab_size=256)
-        config.save_pretrained(tmp_path)
-        for name in (tmp_path, tmp_path / "config.json"):
-            assert loaded(str(name), ["vocab_size=512"])[0].lm_head.out_features == 512
-
-    @pytest.mark.parametrize(
-        ("name", "sizes", "text"),
-        [
-            ("LamaConfig", [], "Did you mean 'LlamaConfig'"),
-            ("LlamaConfig", ["hiden_size=3"], "Did you mean 'hidden_size'"),
-            ("LlamaConfig", ["64"], "NAME=VALUE"),
-            ("ClapConfig", [], "write module:function"),
-            ("a:b", ["x=1"], "set sizes there"),
-            ("llama", [], "Did you mean 'LlamaConfig'"),
-            ("meta-llama/Llama-3-8B", [], "nothing is downloaded"),
-            ("LlamaConfig", ["hidden_size=abc"], "LlamaConfig refuses.*expected int, got str"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, name, sizes, text):
-        with pytest.raises(OptionError, match=text):
-            loaded(name, sizes)
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    ("name", "sizes", "text"),
+    [
+        ("LamaConfig", [], "Did you mean 'LlamaConfig'"),
+        ("LlamaConfig", ["hiden_size=3"], "Did you mean 'hidden_size'"),
+        ("LlamaConfig", ["64"], "NAME=VALUE"),
+        ("ClapConfig", [], "write module:function"),
+        ("a:b", ["x=1"], "set sizes there"),
+        ("llama", [], "Did you mean 'LlamaConfig'"),
+        ("meta-llama/Llama-3-8B", [], "nothing is downloaded"),
+        ("LlamaConfig", ["hidden_size=abc"], "LlamaConfig refuses.*expected int, got str"),
+    ],
+)
+def test_what_is_wrong_is_named(name, sizes, text):
+    pytest.importorskip("transformers", minversion="5")
+    with pytest.raises(OptionError, match=text):
+        loaded(name, sizes)

@@ -19,6 +19,7 @@ from fp8pass.scales.exchanges import CHECKED_CALLS
 from tests.support.models import LlamaBlock
 from tests.support.moe import MoE
 from tests.support.operands import recorded
+from tests.support.training import assert_equal, assert_trains_as, step
 
 F = np.float32
 ops = torch.ops.lowering
@@ -345,25 +346,20 @@ def test_kept_copies_are_those_of_a_cast_at_each_call(engine, frozen, options):
     """Weights that share a scale are kept all or none; frozen ones give their values back together."""
 
     def train(**options):
-        model, compiled, (x, memory) = attention(engine, Short, **options)
+        model, compiled, inputs = attention(engine, Short, **options)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-        found = []
-        for _ in range(2):
-            for _ in range(2):
-                x = x.detach().requires_grad_()
-                out = compiled(x, memory)
-                out.float().square().sum().backward()
-                found += [out.detach(), x.grad]
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
+        for i in range(4):
+            found.append(step(compiled, model, *inputs, loss=lambda out: out.float().square().sum()))
+            if i % 2:
+                optimizer.step()
         return found, compiled
 
     expected, _ = train(weight_copies="save")
     found, compiled = train(**options)
-    assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal(ours, theirs)
     report = inspect(compiled)
     reasons = {n: str(r.reason) for n, r in report.released.items()}
     if frozen == ("weight",):
@@ -445,23 +441,9 @@ def test_adapters_of_peft_do_not_hide_the_names():
 @pytest.mark.parametrize(("recipe", "backend"), [("current", "aot_eager"), ("current", "inductor"), ("rowwise", "aot_eager")])
 def test_training_follows_high_precision(recipe, backend):
     """Backward GEMMs keep the recipe's quantization."""
-
-    def losses(compile_):
-        torch.manual_seed(0)
-        model, memory = (Attention if backend == "aot_eager" else Short)(), torch.randn(32, 64)
-        run, optimizer = compile_(model), torch.optim.Adam(model.parameters(), lr=1e-3)
-        found = []
-        for _ in range(4):
-            loss = (run(memory, memory) - 1).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found, run
-
-    plain, _ = losses(lambda model: model)
-    low, compiled = losses(lambda model: fp8_compile(model, recipe, match="vllm", backend=backend))
-    assert low == pytest.approx(plain, rel=0.01)
+    model = (Attention if backend == "aot_eager" else Short)()
+    compiled = fp8_compile(model, recipe, match="vllm", backend=backend)
+    assert_trains_as(compiled, model, torch.randn(32, 64), torch.randn(32, 64))
     gemms = inspect(compiled).gemms
     assert all(g.quantized for g in gemms)
     kind = "tensor-wise" if recipe == "current" else "row-wise"

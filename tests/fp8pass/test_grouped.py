@@ -11,7 +11,7 @@ from tests.support.joint import calls, trace, two_ranks
 from tests.support.models import Net, Stack
 from tests.support.moe import RECIPES, Experts, FallbackExperts, GatheredExperts, MoE, expected, offsets
 from tests.support.numerics import sqnr
-from tests.support.training import assert_equal, compiled_step, step
+from tests.support.training import assert_equal, compiled_step, same, step
 from tests.tolerances import SQNR_EMULATED, SQNR_MODEL_GRADIENT
 
 aten = torch.ops.aten
@@ -45,20 +45,15 @@ def run(compiled, model, x, dy, offs):
 def test_rows_that_a_linear_reads_too(recipe):
     """To the plan a matrix and its rows in groups are two tensors, each quantized once: as if each layer were alone."""
     layers = {"experts": Experts(4, K, N), "shared": nn.Linear(K, N, bias=False, dtype=torch.bfloat16)}
-    model, offs = Net(lambda m, x, offs: (m.experts(x, offs), m.shared(x)), **layers), offsets((5, 17, 0, 10))
-    x = torch.randn(32, K, dtype=torch.bfloat16)
-    both = fp8_compile(model, recipe, backend="aot_eager", select="all")
-    out = both(x, offs)
-    sum(o.float().square().sum() for o in out).backward()
-    assert [g.quantized for g in inspect(both).gemms] == [True] * 4
-    found = [*out, model.experts.weight.grad, model.shared.weight.grad]
-    model.zero_grad(set_to_none=True)
-    alone = []
-    for layer, args in ((model.experts, (x, offs)), (model.shared, (x,))):
-        alone.append(fp8_compile(layer, recipe, backend="aot_eager", select="all")(*args))
-        alone[-1].float().square().sum().backward()
-    wanted = [*alone, model.experts.weight.grad, model.shared.weight.grad]
-    assert [got.equal(want) for got, want in zip(found, wanted, strict=True)] == [True] * 4
+    model, offs = Net(lambda m, x, offs: torch.cat([m.experts(x, offs), m.shared(x)], -1), **layers), offsets((5, 17, 0, 10))
+    x, options = torch.randn(32, K, dtype=torch.bfloat16), {"select": "all", "loss": lambda out: out.float().square().sum()}
+    both, found = compiled_step(model, recipe, x, offs, **options)
+    assert [g.quantized for g in inspect(both).gemms] == [True] * 6
+    alone = [
+        compiled_step(layer, recipe, *args, **options)[1] for layer, *args in ((model.experts, x, offs), (model.shared, x))
+    ]
+    assert found.out.equal(torch.cat([each.out for each in alone], -1))
+    assert same(list(found.parameters.values()), [grad for each in alone for grad in each.parameters.values()])
 
 
 @pytest.mark.parametrize("spare", [0, 21])

@@ -84,16 +84,14 @@ def reload(model):
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    ("duplicate", "kind"),
-    [
-        (copy.deepcopy, Block),
-        (copy.copy, Block),
-        (lambda m: pickle.loads(pickle.dumps(m)), Block),
-        (reload, Block),
-        (copy.deepcopy, OwnState),
-    ],
-)
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+COPIES = [(copy.deepcopy, Block), (copy.copy, Block), (pickled, Block), (reload, Block), (copy.deepcopy, OwnState)]
+
+
+@pytest.mark.parametrize(("duplicate", "kind"), COPIES)
 def test_a_copy_is_the_uncompiled_model(duplicate, kind):
     model, given = make(kind()), x()
     train(model, given)
