@@ -18,6 +18,7 @@ from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
 from fp8pass.recipes import PRESETS
 from fp8pass.rules import parse_rules
+from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools import estimation, repeats
 from fp8pass.tools.estimation import GemmEstimate, RecipeEstimate
 from fp8pass.tools.repeats import copies_of, kept_positions
@@ -83,6 +84,18 @@ def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, 
     # Scales are saved in one vector for all tensors of the graph.
     assert cut.recipes[recipe].saved_bytes == pytest.approx(whole.recipes[recipe].saved_bytes, rel=1e-3)
     assert len(cut.recipes[recipe].gemms) == layers * 21 + 3
+
+
+def test_equal_layers_are_left_out():
+    kept = []
+
+    def backend(gm, _):
+        kept.append(repeats.cut_repeats(copied(gm).graph))
+        return gm.forward
+
+    torch.compile(on_meta(Tower, layers=5), backend=backend, dynamic=False)(tokens())
+    assert len(kept[0]) == 3
+    assert sorted(i for indices in kept[0].values() for i in indices) == list(range(5))
 
 
 def test_layers_whose_results_are_read_later_all_stay():

@@ -117,7 +117,7 @@ def contents(folder):
 def test_a_failed_export_leaves_the_earlier_one(tmp_path):
     """Tensors in FP8 beside a config.json that does not say so would be loaded without their scales."""
     model, compiled, _ = trained("current")
-    export_fp8(compiled, tmp_path)
+    assert "layers.*.weight (x3): " in str(export_fp8(compiled, tmp_path))
     assert contents(tmp_path).keys() == {"config.json", "model.safetensors"}
     with torch.no_grad():
         model.embed.weight.zero_()
@@ -178,7 +178,7 @@ def test_configs_name_groups_and_all_that_is_not_in_fp8(tmp_path):
         "layers.2.weight": "rule: 'layers.2' keeps high precision",
         "unused.weight": "no forward GEMM that has run reads it unchanged",
     }
-    assert "layers.0.weight: rowwise: one scale per row" in str(report)
+    assert "layers.*.weight: rowwise: one scale per row" in str(report)
     # In blocks that are not whole there is no FP8.
     _, compiled, _ = trained("blockwise", chain(256, 384, 576, 200))
     report = export_fp8(compiled, tmp_path, "fp8")
