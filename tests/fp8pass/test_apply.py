@@ -9,6 +9,7 @@ from torch import fx, nn
 from fp8pass import fp8_compile, inspect
 from fp8pass.graph.traces import Snapshot
 from tests.support.joint import calls, trace
+from tests.support.models import Net
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_LINEAR_E4M3, SQNR_MODEL_OUTPUT
 
@@ -87,21 +88,14 @@ def test_results_are_copied_where_they_are_returned_or_the_backend_takes_strides
         assert len(calls(work.graph, aten.clone.default)) == num_clones
 
 
-class BothSides(nn.Module):
-    """A batch on the left of one GEMM and on the right of another, whose N, 40, is padded: so are the rows of the first."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.right, self.left = (nn.Parameter(torch.randn(4, *shape) / 8) for shape in ((64, 48), (48, 64)))
-
-    def forward(self, x):
-        return torch.bmm(x, self.right), torch.bmm(self.left, x.mT)
-
-
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_cut_rows_of_a_batch_leave_no_gaps(recipe):
-    model, x = BothSides(), torch.randn(4, 40, 64)
+    """A batch on the left of one GEMM and on the right of another, whose N, 40, is padded: so are the rows of the first."""
+    right, left = (nn.Parameter(torch.randn(4, *shape) / 8) for shape in ((64, 48), (48, 64)))
+    model, x = (
+        Net(lambda m, x: (torch.bmm(x, m.right), torch.bmm(m.left, x.mT)), right=right, left=left),
+        torch.randn(4, 40, 64),
+    )
     compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
     for found, wanted in zip(compiled(x), model(x), strict=True):
         assert found.stride() == wanted.stride()

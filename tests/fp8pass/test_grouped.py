@@ -110,29 +110,22 @@ def test_the_loop_of_transformers_in_float32_is_rewritten_with_both_gradients_or
     assert quantized == {"output": True, "grad_input": True, "grad_weight": not stays}
 
 
-class Batched(nn.Module):
+def batched(multiply):
     """Every expert has as many rows: a batched GEMM."""
-
-    def __init__(self, use_bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 40, 56) / 6)
-        self.bias = nn.Parameter(torch.randn(3, 1, 56)) if use_bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+    return Net(multiply, weight=nn.Parameter(torch.randn(3, 40, 56) / 6), bias=nn.Parameter(torch.randn(3, 1, 56)))
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bmm_with_a_parameter_equals_a_loop(recipe, use_bias):
-    model = Batched(use_bias)
+    model = batched(lambda m, x: torch.baddbmm(m.bias, x, m.weight) if use_bias else torch.bmm(x, m.weight))
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     x, dy = torch.randn(3, 24, 40, requires_grad=True), torch.randn(3, 24, 56)
     out = compiled(x)
     out.backward(dy)
     flat = (x.detach().flatten(0, 1), model.weight.detach().transpose(1, 2), dy.flatten(0, 1))
     want_out, want_dx, want_dw = expected(recipe, *flat, (24, 24, 24))
-    want_out = want_out.view_as(out) + (0 if model.bias is None else model.bias)
+    want_out = want_out.view_as(out) + (model.bias if use_bias else 0)
     torch.testing.assert_close(out, want_out, rtol=1e-6, atol=1e-6)  # K is summed in another order
     torch.testing.assert_close(x.grad, want_dx.view_as(x), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model.weight.grad, want_dw.transpose(1, 2), rtol=1e-6, atol=1e-6)
@@ -142,15 +135,8 @@ def test_bmm_with_a_parameter_equals_a_loop(recipe, use_bias):
 
 def test_stacks_of_both_operands():
     """`_grouped_mm` without groups' ends."""
-
-    class Stacked(Batched):
-        def forward(self, x):
-            return torch._grouped_mm(x, self.weight)
-
-    model = Stacked().to(torch.bfloat16)
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    x = torch.randn(3, 24, 40, dtype=torch.bfloat16, requires_grad=True)
-    compiled(x).sum().backward()
+    model, x = batched(lambda m, x: torch._grouped_mm(x, m.weight)).bfloat16(), torch.randn(3, 24, 40, dtype=torch.bfloat16)
+    compiled, _ = compiled_step(model, "current", x)
     assert roles_of(compiled) == [(role, 3, True) for role in ROLES]
 
 
