@@ -25,6 +25,7 @@ from lowering.grouped import cutlass
 from lowering.operation import NAMESPACE
 from lowering.triton.ahead import Kernel
 from tests.support.joint import trace
+from tests.support.models import Net
 from tests.support.moe import Experts, offsets
 
 CUDA = torch.device("cuda", 0)
@@ -44,19 +45,7 @@ RECIPES = {name: as_recipe(name) for name in PRESETS} | {
 }
 
 
-class Forms(nn.Module):
-    """Every form of GEMM: of matrices, of rows in groups with a stack, a sum per group, of two stacks."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.experts = nn.Linear(128, 128), Experts(2, 128, 128)
-        self.stack = nn.Parameter(torch.randn(3, 128, 128))
-
-    def forward(self, x, offs):
-        x = self.experts(self.linear(x).relu(), offs).relu()
-        return torch.bmm(x.view(3, 128, 128), self.stack)
-
-
+#: Of matrices, of rows in groups with a stack, a sum per group, of two stacks.
 FORMS = (None, "rows", "sums", "batched")
 
 
@@ -142,7 +131,12 @@ def refusal_of(node, started):
 def traced(recipe):
     torch.manual_seed(0)
     x = torch.randn(384, 128, dtype=torch.bfloat16, requires_grad=True)
-    return trace(Forms().bfloat16(), x, offsets((200, 184)), recipe=RECIPES[recipe])
+
+    def every_form(m, x, offs):
+        return torch.bmm(m.experts(m.linear(x).relu(), offs).relu().view(3, 128, 128), m.stack)
+
+    layers = {"linear": nn.Linear(128, 128), "experts": Experts(2, 128, 128), "stack": nn.Parameter(torch.randn(3, 128, 128))}
+    return trace(Net(every_form, **layers).bfloat16(), x, offsets((200, 184)), recipe=RECIPES[recipe])
 
 
 @functools.cache
