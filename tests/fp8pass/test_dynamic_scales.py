@@ -58,7 +58,7 @@ def test_an_mxfp8_linear_multiplies_what_torchao_quantizes(spread):
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize(("bias", "spread"), [(False, 0.0), (True, 3.0), (False, 3.0)])
 def test_a_rowwise_linear_is_torchaos(recipe, bias, spread):
-    """To one step of bfloat16, for sums are added in another order; tests/lowering/test_rowwise.py compares the scales."""
+    """To one step of bfloat16, for sums are added in another order; tests/lowering/test_quantization.py compares scales."""
     float8_linear = pytest.importorskip("torchao.float8.float8_linear")
     from torchao.float8.config import Float8LinearConfig
 
