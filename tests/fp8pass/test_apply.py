@@ -7,9 +7,10 @@ import torch
 from torch import fx, nn
 
 from fp8pass import fp8_compile, inspect
+from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.traces import Snapshot
 from tests.support.joint import calls, trace
-from tests.support.models import Net
+from tests.support.models import LlamaBlock, Net
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_LINEAR_E4M3, SQNR_MODEL_OUTPUT
 
@@ -119,3 +120,14 @@ def test_spare_rows_of_an_operand(recipe, dims):
     (found,) = computed(work.graph, values)
     assert found.shape == wanted.shape == (20, 20)
     assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
+
+
+def test_every_node_has_a_value_and_a_side():
+    work = trace(LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)).run()
+    new = [n for n in work.graph.nodes if n not in work.known]
+    assert {n.target for n in new if "val" not in n.meta} == {ops.record_amax.default}, "which returns nothing"
+    assert {n.meta["partitioner_tag"].rpartition("_")[2] for n in new} == {"forward", "backward"}
+    pinned = [n for n in new if is_pinned(n)]
+    assert {n.target for n in pinned} == {ops.record_amax.default, ops.cast.default}
+    order = {n: i for i, n in enumerate(work.graph.nodes)}
+    assert all(order[read] < order[n] for n in work.graph.nodes for read in n.all_input_nodes)

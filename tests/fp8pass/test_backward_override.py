@@ -14,7 +14,7 @@ from fp8pass.recipes import as_recipe
 from lowering.formats import E4M3
 from tests.support import engines, models
 from tests.support.numerics import sqnr
-from tests.support.training import assert_equal, step
+from tests.support.training import assert_equal, compiled_step, step
 
 RECIPES = {name: type(as_recipe(name)) for name in ("current", "blockwise", "rowwise", "mxfp8")}
 OVERRIDES = ("high_precision", "dequantized")
@@ -146,3 +146,12 @@ def test_rules_of_one_role():
 def test_refused(recipe, options, message):
     with pytest.raises(RecipeError, match=re.escape(message)):
         type(as_recipe(recipe))(**{"backward_override": "dequantized"} | options)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_activation_checkpointing_changes_nothing(override):
+    inner, made = mlp(64, 64, 64), RECIPES["blockwise"](backward_override=override)
+    x, plain = torch.randn(32, 64, dtype=torch.bfloat16), models.Stack([copy.deepcopy(inner)])
+    model = models.Stack([inner], use_reentrant=False)
+    _, found = compiled_step(model, made, x)
+    assert_equal(found, compiled_step(plain, made, x)[1])

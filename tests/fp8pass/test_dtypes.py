@@ -138,3 +138,38 @@ def test_operands_of_two_dtypes_are_torchs_error(case, trains):
     expected = error_of(torch.compile(function, backend="aot_eager"), args)
     for recipe in ("current", "rowwise"):
         assert error_of(fp8_compile(function, recipe, backend="aot_eager"), args) == expected
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+def test_an_overflow_under_gradscaler_skips_the_step_and_leaves_the_histories_sane(dtype):
+    model, x, target = mlp(32, 48, 32), torch.randn(24, 32), torch.randn(24, 32)
+    compiled = fp8_compile(model, fp8pass.DelayedScaling(amax_history_len=4), backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+
+    def train(factor=1.0):
+        optimizer.zero_grad()
+        loss = (under(dtype, compiled)(x).float() - target).square().mean()
+        scaler.scale(factor * loss).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item(), any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
+
+    losses = [train()[0] for _ in range(4)]
+    held = state(compiled)
+    held.step()
+    assert len(held.tensors) == 6
+    scales = {name: held.scale(name) for name in held.tensors}
+    assert train(factor=float("inf"))[1] is False
+    assert scaler.get_scale() == 128.0
+    held.step()
+    for name in held.tensors:
+        assert held.amax_history(name).isfinite().all()
+        assert held.scale(name).isfinite()
+        if name.endswith(":grad_output"):
+            assert held.scale(name).equal(scales[name]), "an overflow is no amax"
+            assert held.num_non_finite(name) == 1
+    loss, moved = train()
+    assert moved
+    assert loss < losses[0]

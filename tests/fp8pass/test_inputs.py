@@ -17,7 +17,7 @@ from fp8pass.errors import UnsupportedError
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.traces import FLAG
 from fp8pass.graph.values import value_of
-from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider
+from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, InputsMissing
 from fp8pass.rewrite import runner
 from fp8pass.runtime import session as sessions
 from tests.support.models import mlp
@@ -149,3 +149,17 @@ def test_graphs_that_others_own_get_the_inputs_of_all_providers(made, recipe):
             rewritten(weight, x)
         counter.count += 1
         torch.testing.assert_close(rewritten(weight, x)[0], before + 2, rtol=0, atol=1e-5)
+
+
+def test_an_input_that_is_too_small_is_asked_for_again(made, monkeypatch):
+    attempts = []
+
+    def too_small(work):
+        attempts.append(work)
+        if len(attempts) == 1:
+            raise InputsMissing(entries=77)
+        return work
+
+    monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("too small", too_small)))
+    fp8(mlp())(torch.randn(16, 64))
+    assert made[0].asked == [0, 77]

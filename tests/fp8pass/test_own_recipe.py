@@ -194,3 +194,17 @@ def test_recipes_that_keep_no_state_or_are_not_hashable_and_quantizations_that_n
     ):
         with pytest.raises(RecipeError, match=text):
             Quantization(**{"dtype": E4M3, "granularity": Granularity.TENSOR_WISE, **options})
+
+
+def test_a_recipe_is_its_file_and_two_lines_elsewhere():
+    lines = [
+        line.strip()
+        for path in (ROOT / "fp8pass").rglob("*.py")
+        if path.stem != "mxfp8_with_gw_hp"
+        for line in path.read_text().splitlines()
+        if "mxfp8_with_gw_hp" in line and not line.lstrip().startswith(("return", "#"))
+    ]
+    assert sorted(lines) == [
+        '"mxfp8_with_gw_hp",',
+        "from fp8pass.recipes.mxfp8_with_gw_hp import MXFP8HighPrecisionGradWeight as MXFP8HighPrecisionGradWeight",
+    ]

@@ -721,3 +721,29 @@ def test_generated_code_without_fp8_instructions_equals_the_reference(power_of_2
     assert ours[0][finite].equal(expected[0][finite])  # the sign of a NaN is not specified
     assert ours[1].equal(expected[1])
     assert ours[2][finite].equal(expected[2][finite])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_the_forward_changes_no_bit_and_gradients_hardly(recipe):
+    (_, plain), (_, ours) = step(block(), recipe, saved_activations=None), step(block(), recipe)
+    assert ours.out.equal(plain.out)
+    assert_near(ours, plain, 20)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_the_partitioners_memory_budget_holds(budget):
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        compiled, results = step(block(), "current")
+    full, _ = step(block(), "current")
+    assert inspect(compiled).graphs[0].saved_bytes <= inspect(full).graphs[0].saved_bytes
+    assert is_finite(results)
+
+
+def test_autocast_and_in_place():
+    model = block()
+    compiled = fp8_compile(model, "blockwise", backend="aot_eager", saved_activations="fp8", in_place=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = compiled(X.clone().requires_grad_())
+    out.float().square().mean().backward()
+    assert {v.dtype for v in in_fp8(compiled)} == {"bfloat16"}
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -176,5 +176,6 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11)), 
     "short",
     "",
 )
+@example([("checkpointed_later", 5)], True, "short", "")
 def test_interleavings(program, has_break, recipe, option):
     check(Entry(f"{program}, {has_break}", lambda fp8: run(fp8, has_break, program), (), (), {}), recipe, option)
