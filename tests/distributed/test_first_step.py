@@ -53,7 +53,7 @@ def test_a_history_that_another_rank_has_written_is_not_empty(rank):
 
 
 @on_ranks(2)
-def test_gathers_of_the_first_step_send_fp8_with_the_scale_of_all_shards(rank):
+def test_gradients_of_the_first_step_have_the_scale_of_all_shards(rank):
     """Gradients of step 1 under FSDP2, and the loss of step 2, beside those of current scaling."""
     found = []
     for recipe in (RECIPE, "current"):
