@@ -146,8 +146,8 @@ class BoundInputs:
         record of the call that this one repeats; None if it repeats none."""
         raise NotImplementedError
 
-    def note_backward(self) -> None:
-        """Note that the backward of a call of a variant begins."""
+    def note_started(self) -> None:
+        """Note that the forward of a call of a variant, or its backward, begins to write."""
 
 
 class InputProvider:

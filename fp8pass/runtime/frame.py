@@ -128,7 +128,7 @@ class Instance:
         """Note that a backward has come to a call of a variant; a hook of autograd's, which compiled autograd would trace."""
         if not torch.compiler.is_compiling():
             for inputs in self.bound.values():
-                inputs.note_backward()
+                inputs.note_started()
 
 
 class DynamoGraph:

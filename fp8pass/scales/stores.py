@@ -328,7 +328,7 @@ class BoundState(BoundInputs):
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in self._stores}
             if records == "all":
-                self.note_backward()
+                self.note_started()
         if records == "all":
             for store, aliases in zip(self._stores, self._aliases, strict=True):
                 store.recorded_for.add(aliases)
@@ -345,7 +345,7 @@ class BoundState(BoundInputs):
             found += (scale, amax, grad_amax, window.slots)
         return found
 
-    def note_backward(self) -> None:
+    def note_started(self) -> None:
         """Note that tensors scale themselves in this step. Boundaries may have passed since the forward of a backward."""
         for store, names in zip(self._stores, self._names, strict=True):
             store.started.update(names)

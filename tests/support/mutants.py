@@ -80,6 +80,8 @@ MUTANTS: list[Mutant] = [
     *_of("scales/store.py", _FIRST,
         ("marked marks nothing", "scale.index_fill(0, self._empty_columns[1], 0.0)", "scale"),
         ("one starts as current does", 'self.recipe.initial_scale == "current" and ', "")),
+    *_of("runtime/frame.py", "fp8pass/test_first_step.py -k behind_a_boundary",
+        ("a late backward starts nothing", "hook_backward(result, instance.note_backward)", "pass")),
     *_of("scales/store.py", "fp8pass/test_stores.py",
         ("started forgets nothing", "        self.started.clear()\n", ""),
         ("a batch is written by any entry", "if all(list(itertools.islice", "if any(list(itertools.islice")),
