@@ -49,6 +49,11 @@ def block():
     return LlamaBlock(256, 384, 4)
 
 
+def perceptron():
+    torch.manual_seed(0)
+    return mlp(256, 512, 256)
+
+
 def step(model, recipe, x=X, **options):
     return compiled_step(copy.deepcopy(model), recipe, x, **{"saved_activations": "fp8"} | options)
 
@@ -292,20 +297,19 @@ def test_what_is_never_saved_in_fp8_has_its_reason():
 
 @pytest.mark.filterwarnings("error::fp8pass.errors.Fp8Warning")
 def test_rules_decide_which_values_are_saved_in_fp8():
-    def found(rules, recipe="current"):
-        compiled, _ = step(block(), recipe, rules=rules)
+    def found(rules, recipe="current", make=block):
+        compiled, _ = step(make(), recipe, rules=rules)
         return compiled, {v.module for v in in_fp8(compiled)}
 
-    compiled, modules = found({"gate:saved": None}, "delayed")
+    compiled, modules = found({"gate:saved": None, "w[qkv]:saved": "blockwise"}, "delayed")
     assert {v.module for v in saved(compiled) if (v.reason or "").startswith("rule")} == {"gate"}
     assert "up" in modules
     assert all(g.quantized for g in inspect(compiled).gemms if g.module == "gate")
-    compiled, modules = found({"w[qkv]:saved": "blockwise"})
     assert {"wq", "wk", "wv"} <= modules
     assert sum(v.op.startswith("_scaled_dot") and "statistics" in (v.reason or "") for v in saved(compiled)) == 1
     assert not {"wq", "wk", "wv"} & found({"w[qkv]": "blockwise"})[1]
     with pytest.raises(Fp8Warning, match=r"'nowhere:saved' has matched no saved value"):
-        found({"nowhere:saved": None})
+        found({"nowhere:saved": None}, make=lambda: mlp(256, 128, 256))
 
 
 def test_recipes_decide_the_scales():
@@ -463,19 +467,18 @@ def numpy_hooks():
     [
         pytest.param(block, "delayed", NO_GEMM, NO_GEMM | PLAIN, contextlib.nullcontext, False, id="a rule keeps everything"),
         pytest.param(checkpointed, "current", {}, PLAIN, contextlib.nullcontext, False, id="a recomputed forward"),
-        pytest.param(block, "delayed", {"count": 2}, {"count": 2}, numpy_hooks, True, id="hooks"),
         pytest.param(block, None, {}, {}, torch.autograd.graph.save_on_cpu, True, id="saved on the CPU"),
         *(
             pytest.param(
-                block,
+                model,
                 "delayed",
                 {"count": 2, "weight_copies": copies},
                 {"count": 2, "weight_copies": "recompute"},
-                contextlib.nullcontext,
+                context,
                 True,
                 id=f"weight_copies={copies}",
             )
-            for copies in ("save", "cache")
+            for copies, model, context in (("save", block, numpy_hooks), ("cache", perceptron, contextlib.nullcontext))
         ),
     ],
 )

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.runtime.session import Session
 from fp8pass.scales import store as stores
+from tests.support.cases import rest
 from tests.support.models import ResidualMlp
 from tests.support.training import gradients, same
 
@@ -215,7 +216,7 @@ def play(compile_block, seed):
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, 7, *rest([3, 4, 5, 6])])  # the first four have every kind of event
 def test_what_is_seen_is_what_each_alone_shows(seed):
     with mock.patch.object(Session, "shares_boundaries", False):  # sessions end their own steps, one by one
         expected = play(in_place, seed)

@@ -4,6 +4,7 @@ import gc
 
 import torch
 import torch._dynamo
+from torch._functorch._aot_autograd import graph_compile
 from torch._logging._internal import trace_log
 
 
@@ -14,8 +15,12 @@ def collect_seldom() -> None:
 
 
 def describe_nothing() -> None:
-    """pytest listens to the loggers that do not propagate; to this one torch describes every graph as soon as one listens."""
+    """pytest listens to the loggers that do not propagate; to this one torch describes every graph as soon as one listens. The
+    text of graphs and a copy of all settings are made even where no one does."""
     trace_log.propagate = True
+    graph_compile._log_joint_graph = lambda *args: None  # type: ignore[attr-defined]
+    graph_compile._log_fw_bw_graphs = lambda *args: (None, None)  # type: ignore[attr-defined]
+    torch._dynamo.utils.record_compilation_metrics = lambda *args: None  # type: ignore[attr-defined]
 
 
 def measure_no_guards() -> None:
