@@ -16,6 +16,7 @@ from fp8pass.errors import ExportError
 from fp8pass.tools.export.contents import Layer
 from tests.distributed.models import loss_of, seeded, spread
 from tests.distributed.support import RanksFailed, everyone, on_ranks, outcomes_on_ranks, run_on_ranks
+from tests.support.cases import rest
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +57,7 @@ def test_all_ranks_learn_that_the_folder_is_a_file(tmp_path):
     assert ["is a file; pass a folder" in outcome.error for outcome in outcomes] == [True, True], outcomes
 
 
-@pytest.mark.parametrize("num_tensors", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_tensors", [0, 2, *rest([1, 5])])
 @on_ranks(2, group_timeout=30)
 def test_all_ranks_learn_that_the_disk_is_full(rank, num_tensors, tmp_path):
     """Rank 0 can write so many tensors. What is left to gather is gathered: the other ranks neither wait nor take the folder

