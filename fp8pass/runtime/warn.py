@@ -27,6 +27,7 @@ from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, SAVED, Rule, Rules
 from fp8pass.runtime.eager import ALLOW_RNN, is_at_limit, left_eager, limit_reason, stance
+from fp8pass.runtime.instances import module_paths
 from fp8pass.runtime.recompute import hook_backward
 from fp8pass.runtime.records import gemms_of_session, saved_of_session
 from fp8pass.runtime.session import Session
@@ -37,6 +38,7 @@ _WILD = "*?[]!"
 _INDEX = re.compile(r"(?<=[\w\]])\[(\d+)\]")
 #: Numbers of equal layers as tables fold them: `0-31`, `{0,2}`.
 _FOLDED = re.compile(r"(?<=\.)(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)|^(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)")
+_SELF = "__self__."  # Begins the paths in a frame of `nn.Module.__call__`, as those of a model compiled in place.
 _USUAL_CAUSES = (
     "Usual causes: (1) Its recompile limit. TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
     " torch._dynamo.config.recompile_limit. (2) Several models in one process, which share that limit where they share code."
@@ -112,6 +114,7 @@ def _check(session: Session) -> None:
     if session.rules == session.options.first_rules and session.rules.has_gemms:  # who switches to rules without FP8 means it
         _say(session, "no FP8", _no_fp8(gemms))
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
+    _say(session, "place", _unplaced(session))
     if session.seen.went_backward:
         decided: list[Decided] = [*gemms, *saved_of_session(session)]
         trains = any(graph.trains for graph in session.graphs)  # not where new rules have met evaluations alone
@@ -167,6 +170,25 @@ def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
     """Say whether the rule that decides names the module, and is not one for many, such as "*"."""
     rule = rules.find(gemm.module, gemm.role)
     return rule is not None and bool(rule.module.rpartition(".")[2].strip(_WILD))
+
+
+def _unplaced(session: Session) -> str:
+    """The modules in FP8 of frames that read no Parameter or buffer of the model, which would tell their places."""
+    root = session.root()
+    if root is None or not (session.rules.rules or session.rules.stateful):
+        return ""  # nothing depends on places
+    paths = module_paths(root)
+    places = [(graph.rewrite, place) for graph, found in session.graphs.items() for place in found if not place.variables]
+    names = {place.name_module(g.path) for made, place in places if made is not None for g in made.gemms if g.quantized} - paths
+    unplaced = [n for n in sorted(names) if n.removeprefix(_SELF) in paths or any(path.endswith(f".{n}") for path in paths)]
+    if not unplaced:
+        return ""
+    return (
+        f"the places of {preview(unplaced)} in the model are not known, because their graphs read no Parameters: plain tensors"
+        " replace them under FSDP1 and torch.func.functional_call, and graph breaks cut off modules that have none. Rules with"
+        " the paths of these modules do not apply, and with delayed scaling layers that run the same graph share amax"
+        " histories. Compile each layer by itself, fp8_compile(layer, ..., in_place=True), under FSDP1 before it is wrapped"
+    )
 
 
 # -- modules and calls that ran eagerly
