@@ -156,6 +156,8 @@ class CachedWeight:
         there = [self.parameter, *(seen.tensor() for seen in self._seen[1:])]
         if not self._is_tracked or not self.layouts or any(p is None or is_released(p) for p in there):
             return None
+        if self.store is not None and (self.name not in self.store or self.store.entries(self.name) != self.entries):
+            return None  # another graph reads the Parameter as another number of matrices, and the scales are its
         return tuple(p for p in there if p is not None)
 
     def want(self, layouts: tuple[Layout, ...], trains: bool) -> None:

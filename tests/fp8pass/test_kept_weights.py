@@ -352,3 +352,30 @@ def test_inspect_counts_the_copies_and_the_other_choices_keep_none(launches):
     first, _ = report.to_dict()["graphs"][0]["kept"]
     assert first == {"module": "0", "shape": (96, 64), "kept": True, "bytes": 6144, "reason": None}
     assert [n for n in report.graphs[0].state_inputs if "weight" in n][:2] == ["fp8_weight_0_data", "fp8_weight_0_scale_inv"]
+
+
+def test_a_weight_that_is_one_matrix_in_a_graph_and_several_in_another():
+    """torch multiplies a strided batch by a frozen weight as one matrix per element of the batch, by one that trains as one."""
+
+    def run(copies):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = {"first": nn.Linear(64, 64), "then": nn.Linear(64, 96), "last": nn.Linear(96, 64)}
+        model = Net(lambda m, x: m.last(m.then(m.first(x.transpose(0, 1))).relu()), **layers)
+        compiled, found, shapes = compile_model(model, DelayedScaling(amax_history_len=2), weight_copies=copies), [], set()
+        for i in range(6):
+            model.first.weight.requires_grad_(i % 3 != 1)
+            model.then.requires_grad_(i % 2 == 0)
+            model.zero_grad()
+            found.append(compiled((X + i).requires_grad_()))
+            found[-1].square().mean().backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+            shapes.add(state(compiled).amax_history("first:weight").shape)
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+            with torch.no_grad():
+                found.append(compiled(X))
+        return found, shapes
+
+    (cached, shapes), (wanted, _) = run("cache"), run("save")
+    assert shapes == {(2,), (2, 16)}
+    assert same(cached, wanted)
