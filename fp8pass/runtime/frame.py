@@ -473,7 +473,7 @@ class DynamoGraph:
         with session.stores.lock:
             self._forget_parameters()
             placement = session.names.place(self.inputs, args)
-            session.stores.begin_anew(session.names.take_new())
+            session.follow_modules()
             graph.check_rules(placement, (graph.key.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
             watched = () if rewrite is None else rewrite.watched

@@ -4,7 +4,8 @@ code; the identity of the Parameters among its arguments tells the layers apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.gemms import GraphInput
 from fp8pass.graph.origin import Path, TensorName, begins, joined
+from fp8pass.scales.stores import Move
 from fp8pass.weights.parameters import Seen
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
@@ -59,8 +61,9 @@ class ModuleNames:
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}  # The root's modules by their paths, when `moves` last looked.
         self._seen: dict[str, list[Seen]] = {}
-        self._new: list[str] = []
+        self._new: list[str] = []  # Names of variables that were given to new instances since then.
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
         """The placement of the instance that a call with `args` belongs to."""
@@ -86,10 +89,29 @@ class ModuleNames:
             self._new.append(name)
         return name
 
-    def take_new(self) -> list[str]:
-        """The names that were given to new instances of a function's variables since the last call."""
-        new, self._new = self._new, []
-        return new
+    def moves(self, named: Callable[[], Iterable[str]], away: Collection[nn.Module]) -> list[Move]:
+        """The modules, among those at the paths `named`, that have another place than when this was last asked, and those of
+        `away` that are in the model again. A path of no module is that of the nearest module above it."""
+        root = self._root()
+        if root is None:
+            new, self._new = self._new, []
+            return [(None, path, None) for path in (named() if new else ()) if any(begins(variable, path) for variable in new)]
+        wrapped, before = wrapper_paths(root), self._modules
+        now = {without_wrappers(path, wrapped): module for path, module in root.named_modules(remove_duplicate=False)}
+        if now.keys() == before.keys() and all(before[path]() is module for path, module in now.items()):
+            return []
+        self._modules = {path: weakref.ref(module) for path, module in now.items()}
+        places = {id(module): path for path, module in reversed(now.items())}
+        found: list[Move] = [(module, None, places[id(module)]) for module in away if id(module) in places]
+        for path in named():
+            above = path
+            while above and above not in before:
+                above = above.rpartition(".")[0]
+            module = before[above]() if above else None
+            if above and (module is None or now.get(above) is not module):
+                place = places.get(id(module))
+                found.append((module, path, None if place is None else place + path[len(above) :]))
+        return found
 
 
 def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:

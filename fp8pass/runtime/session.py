@@ -203,6 +203,19 @@ class Session:
                 del self.every_graph[old]
                 self.instances.pop(old, None)
 
+    def follow_modules(self) -> None:
+        """Let amax histories go with the modules that have another place in the model than when a graph was last bound."""
+        with self.stores.lock:
+            moves = self.names.moves(self.stores.modules, self.stores.away)
+            if not moves:
+                return
+            for known in self.instances.values():
+                for instance in known.values():
+                    self.eager.forget(instance.number)
+            self.instances.clear()  # their tensors have other names
+            root = self.root()
+            self.stores.follow(moves, None if root is None else module_paths(root))
+
     def providers_of(self, key: GraphKey) -> tuple[InputProvider, ...]:
         """The providers of the extra inputs of graphs with a key."""
         if key.watch is None:

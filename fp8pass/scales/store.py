@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -75,6 +75,10 @@ class Window:
     offset: int  # First entry of the store that the window shows.
 
 
+Values = tuple[float, int, bool, tuple[torch.Tensor, ...]]
+"""FP8_MAX, the number of entries, whether the history is empty, and copies of the history, scale and `num_non_finite`."""
+
+
 class DelayedStore:
     """State of one delayed recipe on one device. Invariants: the first columns of every buffer belong to the tensors in
     `names`, in order: one each, to batched weights one per matrix, side by side. Those behind them are in their initial state,
@@ -92,7 +96,7 @@ class DelayedStore:
         self.started: set[str] = set()  # Tensors that scaled themselves in this step: the boundary reads their amaxes back.
         self.recorded_for: set[frozenset[tuple[str, str]]] = set()
         """(another name, the name) of tensors that were one in graphs of this step: see `merge_outgrown`."""
-        self.layout = 0  # Raised whenever buffers are replaced.
+        self.layout = 0  # Raised whenever buffers are replaced, or names change their columns.
         self.version = 0  # Number of step boundaries so far.
         self._column: dict[str, int] = {}  # First column of each name.
         self._entries: dict[str, int] = {}
@@ -175,6 +179,11 @@ class DelayedStore:
         if name in self and (alias not in self._column or _is_weight(alias)):
             self.aliases.setdefault(alias, name)
 
+    def drop_aliases(self, is_dropped: Callable[[str], bool]) -> None:
+        """Forget names that stand for another tensor where either is to be dropped; graphs that are bound add theirs."""
+        self.aliases = {alias: name for alias, name in self.aliases.items() if not (is_dropped(alias) or is_dropped(name))}
+        self._indices.clear()
+
     def add(self, names: Iterable[str], fp8_max: Iterable[float], entries: Iterable[int] | None = None) -> None:
         """Give each new name its columns in their initial state; known names keep theirs. `entries`: 1 for each if None."""
         names = list(names)
@@ -244,6 +253,42 @@ class DelayedStore:
 
     def _buffers(self) -> tuple[torch.Tensor, ...]:
         return (self.amax_history, self.scale, self.fp8_max, self.num_non_finite)
+
+    def rename(self, renamed: Mapping[str, str]) -> None:
+        """Give tensors other names. A tensor that has one of these, and keeps its columns, gets a name that becomes free."""
+        if not renamed:
+            return
+        earlier, names = {new: old for old, new in renamed.items()}, dict(renamed)
+        for name in (name for name in earlier if name in self._column and name not in renamed):
+            free = name
+            while free in earlier:
+                free = earlier[free]
+            names[name] = free
+        self.names = [names.get(n, n) for n in self.names]
+        self._column, self._entries = ({names.get(n, n): v for n, v in of.items()} for of in (self._column, self._entries))
+        self.empty, self.started = ({names.get(n, n) for n in of} for of in (self.empty, self.started))
+        self.recorded_for = {frozenset((names.get(a, a), names.get(b, b)) for a, b in pairs) for pairs in self.recorded_for}
+        self.layout += 1  # what is known by names is out of date
+
+    def values(self, name: str) -> Values:
+        """Copies of all that a tensor's columns hold."""
+        history, scale, fp8_max, num_non_finite = (buffer[..., self.where(name)].clone() for buffer in self._buffers())
+        limit = float(fp8_max.flatten()[0])
+        return limit, self.entries(name), name in self.empty, (history, scale, num_non_finite)
+
+    def put(self, name: str, values: Values) -> None:
+        """Write what `values` returned into a tensor's columns, which it gets if it has none; of another number of entries,
+        nothing is written. Amaxes of the step that has not ended remain where they are larger."""
+        limit, entries, is_empty, (history, scale, num_non_finite) = values
+        self.add([name], [limit], [entries])
+        where = self.where(name)
+        if self.entries(name) != entries or float(self.fp8_max[where].flatten()[0]) != limit:
+            return
+        history[0] = torch.maximum(history[0], self.amax_history[0, where])
+        self.amax_history[:, where], self.scale[where], self.num_non_finite[where] = history, scale, num_non_finite
+        self.started.add(name)
+        if not is_empty:
+            self.empty.discard(name)
 
     def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
         """Move the values of tensors from a store on another device, after the model moved."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8pass.errors import CheckpointMismatchError, preview
-from fp8pass.graph.origin import TensorName, begins
+from fp8pass.graph.origin import TensorName
 from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
 from fp8pass.scales.exchanges import Exchanges, is_checked
 from fp8pass.scales.reduction import AmaxReduction
-from fp8pass.scales.store import DelayedStore, capacity_for
+from fp8pass.scales.store import DelayedStore, Values, capacity_for
 from fp8pass.schemes.emitter import FIRST_STEP, STATE_KINDS, StateKey
+
+Move = tuple[nn.Module | None, str | None, str | None]
+"""(module, path, path now) of a module that has another place in the model. None: the module is gone; no path."""
 
 
 class Stores(InputProvider):
@@ -56,6 +60,9 @@ class Stores(InputProvider):
         self._model = model
         self.exchanges = Exchanges(model, strict)
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
+        self.away: weakref.WeakKeyDictionary[nn.Module, list[tuple[DelayedStore, TensorName, Values]]]
+        """The histories of modules that were taken out of the model and still exist."""
+        self.away = weakref.WeakKeyDictionary()
         shapes = [(1, 1) if is_lazy(p) else tuple(p.shape) for p in self._parameters()]
         self._expected_entries = sum(2 + (shape[0] if len(shape) == 3 else 1) for shape in shapes if len(shape) >= 2)
 
@@ -163,12 +170,39 @@ class Stores(InputProvider):
 
     # -- tensors
 
-    def begin_anew(self, variables: Sequence[str]) -> None:
-        """Empty the histories of instances of a function's variables that others have taken the place of."""
-        for store in self if variables else ():
-            kept = {*store.aliases, *store.restored}
-            of = {name: TensorName.parse(name).module for name in store.names if name not in kept}
-            store.forget([name for name, module in of.items() if any(begins(variable, module) for variable in variables)])
+    def modules(self) -> set[str]:
+        """The paths in the names of all tensors."""
+        return {TensorName.parse(name).module for store in self for name in (*store.names, *store.aliases)}
+
+    def follow(self, moves: Sequence[Move], paths: Collection[str] | None) -> None:
+        """Let histories go with their modules: one that comes in the place of another begins with empty ones, and one that is
+        taken out finds its own when it comes back. Those that a checkpoint has just given a path stay. paths: those of the
+        model now; None for a function."""
+        to = {path: now for _, path, now in moves if path is not None}
+        owners = {path: module for module, path, now in moves if path is not None and now is None}
+        for store in self:
+            store.drop_aliases(lambda name: TensorName.parse(name).module in to)
+            named = [(text, TensorName.parse(text)) for text in store.names if text not in store.restored]
+            renamed = {}
+            for text, name in named:
+                if (now := to.get(name.module)) is not None:
+                    renamed[text] = self._moved(store, name, now)
+                elif name.module in to:
+                    if (owner := owners[name.module]) is not None:
+                        self.away.setdefault(owner, []).append((store, name, store.values(text)))
+                    store.forget([text])
+            store.rename({old: new for old, new in renamed.items() if new not in store.restored})
+            vacant = to.keys() - (to.keys() if paths is None else paths)
+            if left := [n for n in store.names if n not in store.restored and TensorName.parse(n).module in vacant]:
+                store.give_up(left)
+        for module, path, now in moves:
+            if path is None and module is not None and now is not None:
+                for store, name, values in self.away.pop(module, ()):
+                    if (text := self._moved(store, name, now)) not in store.restored:
+                        store.put(text, values)
+
+    def _moved(self, store: DelayedStore, name: TensorName, module: str) -> str:
+        return str(self.name_under(store.recipe, dataclasses.replace(name, module=module, recipe=None)))
 
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking

@@ -78,7 +78,14 @@ class Fp8State:
     """
 
     def __init__(self, parts: Sequence[Part]):
-        self._parts = tuple(parts)
+        self._of = tuple(parts)
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        """The compiled parts, whose names are those that their modules have in the model now."""
+        for part in self._of:
+            part.session.follow_modules()
+        return self._of
 
     @property
     def tensors(self) -> list[str]:

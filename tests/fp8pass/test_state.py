@@ -150,6 +150,78 @@ def test_exchanged_weights_of_a_function_keep_their_names_and_begin_anew(assign)
     assert state(run).scale("layer#1:input") == 448 / given[1].detach().abs().max()
 
 
+# -- modules that are exchanged
+
+
+def chain(*layers):
+    """A Sequential that trained for two steps, and its compiled form."""
+    model = nn.Sequential(*layers)
+    compiled = fp8_compile(model, SHORT, backend="aot_eager", select="all")
+    train(compiled, x(), x())
+    return model, compiled
+
+
+def layer(size=1.0):
+    made = nn.Linear(64, 64)
+    made.weight.data *= size
+    return made
+
+
+def test_a_module_in_the_place_of_another_has_empty_histories():
+    model, compiled = chain(layer(), layer(100))
+    earlier, model[1] = model[1], layer()
+    view = state(compiled)
+    assert {view.scale(f"1:{kind}").item() for kind in FP8_MAX} == {1.0}
+    train(compiled, x())
+    view.step()
+    assert view.scale("1:weight") == 448 / model[1].weight.detach().abs().max()
+    assert view.amax_history("0:weight").count_nonzero() == 3 != view.amax_history("1:weight").count_nonzero()
+    model[1] = earlier  # as after an evaluation of an average
+    assert view.amax_history("1:weight").count_nonzero() == 2
+    assert view.scale("1:weight") == 448 / earlier.weight.detach().abs().max()
+
+
+def test_histories_go_with_modules_that_move_and_saved_states_have_those_of_the_model():
+    model, compiled = chain(*(layer(10**i) for i in range(4)))
+    found = {i: state(compiled).amax_history(f"{i}:weight") for i in range(4)}
+    del model[1]
+    model.append(layer())
+    view = state(compiled)
+    assert [view.amax_history(f"{i}:weight").equal(found[j]) for i, j in ((0, 0), (1, 2), (2, 3))] == [True] * 3
+    assert view.scale("2:grad_output") != 1
+    assert {name.partition(":")[0] for name in view.tensors} <= set("0123")
+    del model[3]
+    saved = state(compiled).state_dict()
+    _, fresh = chain(*(layer() for _ in range(3)))
+    state(fresh).load_state_dict(saved)
+    assert same(saved, state(fresh).state_dict())
+    train(compiled, x(), x())
+    assert {name.partition(":")[0] for name in view.tensors} == set("012")
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(64, 16), nn.Linear(16, 64)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_an_adapted_layer_keeps_its_histories_and_so_it_does_when_the_adapter_goes():
+    model, compiled = chain(layer(), layer(100), layer())
+    found = state(compiled).amax_history("1:weight")
+    model[1] = Adapted(model[1])
+    assert state(compiled).amax_history("1.base:weight").equal(found)
+    train(compiled, x())
+    model[1] = model[1].base
+    view = state(compiled)
+    view.step()
+    assert view.amax_history("1:weight").count_nonzero() == 3
+    assert not [name for name in view.tensors if name.startswith("1.")]
+    train(compiled, x())
+
+
 # -- steps
 
 

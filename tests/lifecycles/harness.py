@@ -123,9 +123,11 @@ class Oracle(Notes):
             reference.reference_of(model).state.end_step()
 
     def save(self, compiled):
+        reference.reference_of(compiled).follow()
         return reference.reference_of(compiled).state.saved()
 
     def load(self, compiled, saved):
+        reference.reference_of(compiled).follow()
         reference.reference_of(compiled).state.load(saved)
 
     def forget(self, compiled):

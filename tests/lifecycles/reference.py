@@ -259,6 +259,8 @@ class Reference:
     def __init__(self, call: Callable[..., Any], model: Any, recipe: Recipe, step: str = "auto", schedule: Any = None):
         self.call, self.model, self.recipe, self.step, self.schedule = call, model, recipe, step, schedule or {}
         self.state = State(recipe)
+        self.modules: dict[str, nn.Module] = {}
+        self.away: dict[nn.Module, dict[str, History]] = {}
         self.went_backward = False
         self._depth = threading.local()
 
@@ -268,6 +270,7 @@ class Reference:
         if depth == 0 and not is_recomputed and self._ends_a_step(trains):
             self.state.end_step()
             self.went_backward = False
+        self.follow()
         self._depth.value = depth + 1
         segment = Segment(self.state)
         try:
@@ -276,6 +279,27 @@ class Reference:
         finally:
             segment.end()
             self._depth.value = depth
+
+    def follow(self) -> None:
+        """Histories are those of modules, not of paths."""
+        if not isinstance(self.model, nn.Module):
+            return
+        before, self.modules = self.modules, dict(self.model.named_modules())
+        places = {module: path for path, module in self.modules.items()}
+        histories, self.state.histories = self.state.histories, {}
+        for name, history in histories.items():
+            path, _, rest = name.partition(":")
+            path, _, count = path.partition("#")
+            module = before.get(path)
+            if module is None or self.modules.get(path) is module:
+                self.state.histories[name] = history
+            elif module in places:
+                self.state.histories[f"{places[module]}{'#' * bool(count)}{count}:{rest}"] = history
+            else:
+                self.away.setdefault(module, {})[f"{'#' * bool(count)}{count}:{rest}"] = history
+        for module in [module for module in self.away if module in places]:
+            for rest, history in self.away.pop(module).items():
+                self.state.histories[f"{places[module]}{rest}"] = history
 
     def _ends_a_step(self, trains: bool) -> bool:
         if self.step == "graphs":

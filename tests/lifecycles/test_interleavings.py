@@ -119,6 +119,34 @@ class Session:
     def add(self, number):
         self.model.add()
 
+    def replace(self, number):
+        """Another layer in the place of a branch, or of one of its layers."""
+        torch.manual_seed(number)
+        layer = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            layer.weight.mul_((0.1, 1.0, 4.0)[number % 3])
+        if number % 2:
+            self.model.b = layer
+        else:
+            self.model.a[0] = nn.Linear(*reversed(self.model.a[0].weight.shape))
+
+    def remove(self, number):
+        if len(self.model.added):
+            del self.model.added[number % len(self.model.added)]
+
+    def insert(self, number):
+        torch.manual_seed(number)
+        self.model.added.insert(0, nn.Linear(WIDTH, WIDTH))
+
+    def exchange(self, number):
+        """An average in the place of a layer, for an evaluation."""
+        own = self.model.trunk
+        self.model.trunk = copy.deepcopy(own)
+        with torch.no_grad():
+            self.model.trunk.weight.mul_(2)
+        self.look(number)
+        self.model.trunk = own
+
     def write(self, number):
         with torch.no_grad():
             self.model.trunk.weight.mul_((0.5, 1.5)[number % 2])
@@ -146,10 +174,11 @@ class Session:
 
 OPERATIONS = (
     "train", "microbatches", "forwards_then_backwards", "checkpointed", "checkpointed_later", "evaluate", "evaluate_midway",
-    "forward_alone", "fail", "add", "write", "freeze", "save", "resume",
+    "forward_alone", "fail", "add", "replace", "remove", "insert", "exchange", "write", "freeze", "save", "resume",
 )  # fmt: skip
 
 
+@torch._dynamo.config.patch(recompile_limit=64)
 def run(fp8, has_break, program):
     """The operations, then training of every layer that is there, and the scales."""
     session = Session(fp8, has_break)
@@ -157,7 +186,7 @@ def run(fp8, has_break, program):
         getattr(session, operation)(number)
     for parameter in session.model.parameters():
         parameter.requires_grad_()
-    for number in range(4):
+    for number in range(max(4, 1 + len(session.model.added))):
         session.train(number)
     fp8.scales(session.call)
 
@@ -177,5 +206,8 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11)), 
     "",
 )
 @example([("checkpointed_later", 5)], True, "short", "")
+@example(
+    [("add", 0), ("train", 3), ("insert", 6), ("train", 6), ("replace", 5), ("exchange", 0), ("remove", 1)], False, "short", ""
+)
 def test_interleavings(program, has_break, recipe, option):
     check(Entry(f"{program}, {has_break}", lambda fp8: run(fp8, has_break, program), (), (), {}), recipe, option)
