@@ -96,7 +96,7 @@ class DelayedStore:
         self.started: set[str] = set()  # Tensors that scaled themselves in this step: the boundary reads their amaxes back.
         self.recorded_for: set[frozenset[tuple[str, str]]] = set()
         """(another name, the name) of tensors that were one in graphs of this step: see `merge_outgrown`."""
-        self.layout = 0  # Raised whenever buffers are replaced, or names change their columns.
+        self.layout = 0  # Raised whenever buffers are replaced or tensors renamed.
         self.version = 0  # Number of step boundaries so far.
         self._column: dict[str, int] = {}  # First column of each name.
         self._entries: dict[str, int] = {}
