@@ -103,8 +103,9 @@ class DelayedStore:
         self._frozen: tuple[int, torch.Tensor] | None = None
         self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}  # Names -> (layout, the index that was made then).
-        self._outgrown: list[tuple[int, torch.Tensor]] = []
-        """(boundaries so far, staging row) of buffers that `move_to` replaced: a backward that was under way writes there."""
+        self._outgrown: list[tuple[int, torch.Tensor, list[int]]] = []
+        """(boundaries so far, staging row, positions there by column; -1: none) of buffers that were replaced: a backward that
+        was under way writes there."""
         self.shares: object = None  # The memory of several stores that the buffers are in; None where they are the store's own.
         self._take(self._new(capacity_for(capacity)))
 
@@ -209,7 +210,7 @@ class DelayedStore:
     def move_to(self, buffers: Buffers, shares: object = None) -> None:
         """Take other buffers, in their initial state, and give them every value. shares: see the attribute."""
         old, count = self._buffers(), len(self)
-        self._outgrown.append((self.version, self.amax_history[0, :count]))
+        self._outgrown.append((self.version, self.amax_history[0, :count], list(range(count))))
         self._take(buffers, shares)
         for before, after in zip(old, self._buffers(), strict=True):
             after[..., :count] = before[..., :count]
@@ -218,9 +219,10 @@ class DelayedStore:
     def merge_outgrown(self) -> None:
         """Take over amaxes that a backward has recorded in buffers that were replaced after its forward. Called before the
         staging row is read."""
-        for _, row in self._outgrown:
-            staging = self.amax_history[0, : row.shape[0]]
-            torch.maximum(staging, row, out=staging)
+        for _, row, positions in self._outgrown:
+            columns = [column for column, position in enumerate(positions) if position >= 0]
+            written = row[[positions[column] for column in columns]]
+            self.amax_history[0, columns] = torch.maximum(self.amax_history[0, columns], written)
             row.zero_()
         # A tensor that another graph has alone gets the amaxes of graphs in which it is one with a tensor of another name.
         for other, name in sorted(pair for pair in set().union(*self.recorded_for) if pair[0] in self._column):
@@ -233,15 +235,20 @@ class DelayedStore:
         """Complete the staging row before the update. Outgrown rows are looked at until the second boundary after that."""
         self.merge_outgrown()
         self.recorded_for.clear()
-        self._outgrown = [(since, row) for since, row in self._outgrown if self.version <= since]
+        self._outgrown = [outgrown for outgrown in self._outgrown if self.version <= outgrown[0]]
 
     def give_up(self, names: Iterable[str]) -> None:
         """Forget tensors that another store has taken over, or that have changed; the others may get other columns."""
         gone = set(names)
         kept = [n for n in self.names if n not in gone]
         columns = self.columns(*kept)
-        self._outgrown.clear()  # whose columns are others now
+        staging = self.amax_history[0, : len(self)]
+        self._outgrown = [
+            (since, row, [positions[c] if c < len(positions) else -1 for c in columns])
+            for since, row, positions in (*self._outgrown, (self.version, staging, list(range(len(self)))))
+        ]
         old = [buffer[..., columns] for buffer in self._buffers()]
+        staging.zero_()
         self._take(self._new(self.capacity))
         for values, after in zip(old, self._buffers(), strict=True):
             after[..., : len(columns)] = values
@@ -307,8 +314,8 @@ class DelayedStore:
         for name in names:
             self.amax_history[:, self.where(name)] = 0
             self.scale[self.where(name)] = 1
-            for _, row in self._outgrown:
-                row[[c for c in self.columns(name) if c < row.shape[0]]] = 0
+            for _, row, positions in self._outgrown:
+                row[[positions[c] for c in self.columns(name) if c < len(positions) and positions[c] >= 0]] = 0
             self.started.discard(name)
             self._note_emptied(name)
         self._frozen = None

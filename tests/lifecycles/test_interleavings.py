@@ -205,6 +205,7 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11)), 
     "short",
     "",
 )
+@example([("add", 0), ("add", 1), ("train", 2), ("remove", 0)], True, "short", "")
 @example([("checkpointed_later", 5)], True, "short", "")
 @example(
     [("add", 0), ("train", 3), ("insert", 6), ("train", 6), ("replace", 5), ("exchange", 0), ("remove", 1)], False, "short", ""
