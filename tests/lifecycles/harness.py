@@ -98,6 +98,10 @@ class Product(Notes):
         """Weights that were exchanged."""
         fp8pass.state(compiled).forget_weights()
 
+    def use_rules(self, compiled, rules):
+        """`fp8pass.use_rules`."""
+        fp8pass.use_rules(compiled, rules)
+
     def scales(self, compiled):
         """Note the scales of delayed scaling, which must be equal."""
         if reference.RECIPES[self.recipe].kind == "delayed":
@@ -134,6 +138,9 @@ class Oracle(Notes):
         histories = reference.reference_of(compiled).state.histories
         for name in [name for name in histories if name.endswith(":weight")]:
             del histories[name]
+
+    def use_rules(self, compiled, rules):
+        reference.reference_of(compiled).state.use_rules(rules)
 
     def scales(self, compiled):
         """A tensor without a history has scale 1 to read."""

@@ -6,6 +6,7 @@ TorchFunctionMode replaces its linears by `_Linear`, so that a program reads the
 
 import contextlib
 import dataclasses
+import fnmatch
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -165,6 +166,10 @@ class _Linear(torch.autograd.Function):
         in_fp8 = {role for role, needed in (("grad_input", needs_x), ("grad_weight", needs_weight)) if needed} - high
         if in_fp8 and not (recipe.kind == "rowwise_with_gw_hp" and in_fp8 == {"grad_weight"}):
             record("grad_output", grads)
+        if "output" in high:  # else the forward has recorded what it casts
+            for role, kind, operand in (("grad_weight", "input", rows), ("grad_input", "weight", weight)):
+                if role in in_fp8:
+                    record(kind, operand)
         grad_x = grad_weight = None
         if needs_x:
             grad_x = self_or_fp8("grad_input", high, recipe, grads, weight.t(), ("grad_output", "weight"), scales)
@@ -183,6 +188,9 @@ def self_or_fp8(
 
 
 # -- histories
+
+Rules = Mapping[str, None]
+"""Globs of modules, or of modules and roles, "a:grad_weight", whose GEMMs stay in high precision."""
 
 
 @dataclasses.dataclass
@@ -204,6 +212,8 @@ class State:
         self.histories: dict[str, History] = {}
         self.is_pending = False
         self.num_steps = 0
+        self.rules: Rules = {}
+        self.next_rules: Rules | None = None
         self.lock = threading.Lock()
 
     def scales_for(self, key: str, weight: str) -> dict[str, torch.Tensor]:
@@ -227,6 +237,7 @@ class State:
         """What a step boundary does: histories take what is staged, scales follow from them."""
         self.is_pending = False
         self.num_steps += 1
+        self.use_rules(self.rules if self.next_rules is None else self.next_rules)
         for history in self.histories.values():
             amax, history.staged = history.staged, None
             if amax is None or not amax.isfinite() or amax == 0:
@@ -234,6 +245,11 @@ class State:
             history.amaxes = [*history.amaxes, amax][-self.recipe.history :]
             newest = amax if self.recipe.most_recent else torch.stack(history.amaxes).max()
             history.scale = quotient(history.limit / 2**self.recipe.margin, newest).clamp(max=LARGEST)
+
+    def use_rules(self, rules: "Rules") -> None:
+        """They hold from the next step boundary on, or from now on if nothing has trained since the last one."""
+        self.next_rules = rules if self.is_pending else None
+        self.rules = self.rules if self.is_pending else rules
 
     def saved(self) -> Any:
         """For `load`; a later step changes nothing in it."""
@@ -306,10 +322,15 @@ class Reference:
             return trains and self.went_backward
         return self.state.is_pending and (self.step == "auto" or (self.step == "ranks" and trains))
 
-    def high(self) -> frozenset[str]:
-        """The roles that the schedule leaves in high precision in this step."""
+    def high(self, path: str) -> frozenset[str]:
+        """The roles of a module that the schedule and the rules leave in high precision in this step."""
         passed = [step for step in self.schedule if step <= self.state.num_steps]
-        return frozenset(self.schedule[max(passed)]) if passed else frozenset()
+        found = set(self.schedule[max(passed)]) if passed else set()
+        for glob in self.state.rules:
+            module, _, role = glob.partition(":")
+            if fnmatch.fnmatchcase(path, module):
+                found.update([role] if role else ROLES)
+        return frozenset(found)
 
     def names(self) -> dict[int, str]:
         """id(weight) -> path of the first module that owns it."""
@@ -329,9 +350,10 @@ class Segment:
         self.seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self.trains = False
 
-    def note(self, key: str, of_weight: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """A linear ran. of_weight: the key of its weight."""
-        self.seen.append((key, of_weight, x.detach(), weight.detach().clone()))
+    def note(self, key: str, of_weight: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, high: Any) -> None:
+        """A linear ran. of_weight: the key of its weight. high: its roles in high precision."""
+        if "output" not in high:
+            self.seen.append((key, of_weight, x.detach(), weight.detach().clone()))
         self.trains |= out.requires_grad
 
     def end(self) -> None:
@@ -349,7 +371,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, of: Reference, segment: Segment):
         super().__init__()
-        self.of, self.segment, self.names, self.high = of, segment, of.names(), of.high()
+        self.of, self.segment, self.names = of, segment, of.names()
         self.counts: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -378,16 +400,17 @@ class _Calls(TorchFunctionMode):
         self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, of_weight: str = ""
     ) -> torch.Tensor:
         of, segment, of_weight = self.of, self.segment, of_weight or key
+        high = of.high(key.partition("#")[0])
 
         def record(kind: str, grads: torch.Tensor) -> None:
             of.went_backward = True
             if of.recipe.kind == "delayed":
-                of.state.record(key, kind, grads)
+                of.state.record(of_weight if kind == "weight" else key, kind, grads)
 
         with torch._C.DisableTorchFunction():
             scales = of.state.scales_for(key, of_weight)
-            out = _Linear.apply(x, weight, bias, of.recipe, scales, self.high, record)
-            segment.note(key, of_weight, x, weight, out)
+            out = _Linear.apply(x, weight, bias, of.recipe, scales, high, record)
+            segment.note(key, of_weight, x, weight, out, high)
             return out
 
 

@@ -47,7 +47,7 @@ class Session:
     """A program that runs with the product and with the reference."""
 
     def __init__(self, fp8, has_break):
-        self.fp8, self.has_break, self.saved = fp8, has_break, None
+        self.fp8, self.has_break, self.saved, self.rules = fp8, has_break, None, {}
         self.model = Branches(has_break)
         self.call = fp8.compile(self.model)
 
@@ -155,6 +155,10 @@ class Session:
         layer = (self.model.trunk, self.model.b)[number % 2]
         layer.requires_grad_(not layer.weight.requires_grad)
 
+    def switch(self, number):
+        self.rules = RULES[number % len(RULES)]
+        self.fp8.use_rules(self.call, self.rules)
+
     def save(self, number):
         self.saved = self.fp8.save(self.call), copy.deepcopy(self.model.state_dict()), len(self.model.added)
 
@@ -168,13 +172,19 @@ class Session:
             for _ in range(num_added):
                 self.model.add()
             self.call = self.fp8.compile(self.model)
+            self.fp8.use_rules(self.call, self.rules)
         self.model.load_state_dict(weights)
         self.fp8.load(self.call, state)
 
 
+RULES = (
+    {}, {"trunk": None}, {"b:grad_weight": None}, {"*:grad_input": None}, {"trunk:output": None}, {"*": None},
+    {"a.*": None, "added.*:output": None}, {"*:output": None, "*:grad_weight": None}, {"b:output": None, "b:grad_input": None},
+)  # fmt: skip
 OPERATIONS = (
     "train", "microbatches", "forwards_then_backwards", "checkpointed", "checkpointed_later", "evaluate", "evaluate_midway",
-    "forward_alone", "fail", "add", "replace", "remove", "insert", "exchange", "write", "freeze", "save", "resume",
+    "forward_alone", "fail", "add", "replace", "remove", "insert", "exchange", "write", "freeze", "switch",
+    "save", "resume",
 )  # fmt: skip
 
 
