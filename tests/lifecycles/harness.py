@@ -103,10 +103,10 @@ class Product(Notes):
         fp8pass.use_rules(compiled, rules)
 
     def scales(self, compiled):
-        """Note the scales of delayed scaling, which must be equal."""
+        """Note the scales of delayed scaling, which must be equal, of tensors that have a history."""
         if reference.RECIPES[self.recipe].kind == "delayed":
             view = fp8pass.state(compiled)
-            self.note(**{f"scale {name}": view.scale(name) for name in view.tensors})
+            self.note(**{f"scale {n}": view.scale(n) for n in view.tensors if view.amax_history(n)[1:].any()})
 
 
 class Oracle(Notes):
@@ -143,10 +143,9 @@ class Oracle(Notes):
         reference.reference_of(compiled).state.use_rules(rules)
 
     def scales(self, compiled):
-        """A tensor without a history has scale 1 to read."""
         if self.recipe.kind == "delayed":
-            for name, history in reference.reference_of(compiled).state.histories.items():
-                self.note(**{f"scale {name}": 1.0 if history.scale is None else history.scale})
+            histories = reference.reference_of(compiled).state.histories
+            self.note(**{f"scale {n}": h.scale for n, h in histories.items() if h.scale is not None})
 
 
 Program = Callable[[Any], None]

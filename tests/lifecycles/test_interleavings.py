@@ -160,14 +160,15 @@ class Session:
         self.fp8.use_rules(self.call, self.rules)
 
     def save(self, number):
-        self.saved = self.fp8.save(self.call), copy.deepcopy(self.model.state_dict()), len(self.model.added)
+        self.saved = self.fp8.save(self.call), copy.deepcopy(self.model.state_dict()), len(self.model.added), self.rules
 
     def resume(self, number):
         """In the same model, or in a new one, where Dynamo may know the old one's code."""
         if self.saved is None:
             return
-        state, weights, num_added = self.saved
-        if number % 2 or num_added != len(self.model.added):
+        state, weights, num_added, rules = self.saved
+        if number % 2 or num_added != len(self.model.added) or rules != self.rules:
+            self.rules = rules
             self.model = Branches(self.has_break)
             for _ in range(num_added):
                 self.model.add()
