@@ -226,7 +226,9 @@ def test_a_quiet_call_takes_the_short_way(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "writers", [*((*OTHERS[i::8], last) for i, last in enumerate(LAST)), *rest((w,) for w in WRITERS)], ids=" ".join
+    "writers",
+    [*((*OTHERS[i::8], last) for i, last in enumerate(LAST)), *rest(((writer,),) for writer in WRITERS)],
+    ids=" ".join,
 )
 def test_after_a_write_calls_are_as_on_the_long_way(writers):
     with long_way():
