@@ -71,8 +71,8 @@ MUTANTS: list[Mutant] = [
     # -- state
     *_of("scales/store.py", _STATE,
         ("note_empty asks the history alone", " & (self.scale[columns] == 1)", ""),
-        ("grow forgets the counts", "self.fp8_max, self.num_non_finite)\n\n    def take_from",
-         "self.fp8_max)\n\n    def take_from"),
+        ("grow forgets the counts", "self.fp8_max, self.num_non_finite)\n\n    def rename",
+         "self.fp8_max)\n\n    def rename"),
         ("take_from forgets the counts", "self.num_non_finite[target] = other.num_non_finite[source].to(self.device)", "pass"),
         ("take_from forgets histories", "self.amax_history[:, target] = other.amax_history[:, source].to(self.device)", "pass"),
         ("slots without the offset", "dtype=torch.int64) - offset", "dtype=torch.int64)"),
