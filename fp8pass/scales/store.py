@@ -284,15 +284,18 @@ class DelayedStore:
         return limit, self.entries(name), name in self.empty, (history, scale, num_non_finite)
 
     def put(self, name: str, values: Values) -> None:
-        """Write what `values` returned into a tensor's columns, which it gets if it has none; of another number of entries,
-        nothing is written. Amaxes of the step that has not ended remain where they are larger."""
+        """Write what `values` returned, on any device, into a tensor's columns, which it gets if it has none. Nothing is
+        written if it has another number of entries. Amaxes of the step that has not ended remain where they are larger."""
         limit, entries, is_empty, (history, scale, num_non_finite) = values
         self.add([name], [limit], [entries])
         where = self.where(name)
         if self.entries(name) != entries or float(self.fp8_max[where].flatten()[0]) != limit:
             return
-        history[0] = torch.maximum(history[0], self.amax_history[0, where])
-        self.amax_history[:, where], self.scale[where], self.num_non_finite[where] = history, scale, num_non_finite
+        staged = self.amax_history[0, where].clone()
+        self.amax_history[:, where] = history
+        self.amax_history[0, where] = torch.maximum(self.amax_history[0, where], staged)
+        self.scale[where] = scale
+        self.num_non_finite[where] = num_non_finite
         self.started.add(name)
         if not is_empty:
             self.empty.discard(name)
@@ -300,13 +303,8 @@ class DelayedStore:
     def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
         """Move the values of tensors from a store on another device, after the model moved."""
         for name in names:
-            if name in other and other.entries(name) == self.entries(name):
-                source, target = other.where(name), self.where(name)
-                self.amax_history[:, target] = other.amax_history[:, source].to(self.device)
-                self.scale[target] = other.scale[source].to(self.device)
-                self.num_non_finite[target] = other.num_non_finite[source].to(self.device)
-                if name not in other.empty:
-                    self.empty.discard(name)
+            if name in other:
+                self.put(name, other.values(name))
 
     def forget(self, names: Iterable[str]) -> None:
         """Empty the histories of tensors that have other values now; until a step records them, they scale themselves. Amaxes

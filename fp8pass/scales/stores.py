@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -174,12 +174,13 @@ class Stores(InputProvider):
         """The paths in the names of all tensors."""
         return {TensorName.parse(name).module for store in self for name in (*store.names, *store.aliases)}
 
-    def follow(self, moves: Sequence[Move], paths: Collection[str] | None) -> None:
+    def follow(self, moves: Sequence[Move], paths: Set[str] | None) -> None:
         """Let histories go with their modules: one that comes in the place of another begins with empty ones, and one that is
         taken out finds its own when it comes back. Those that a checkpoint has just given a path stay. paths: those of the
         model now; None for a function."""
         to = {path: now for _, path, now in moves if path is not None}
         owners = {path: module for module, path, now in moves if path is not None and now is None}
+        vacant = set() if paths is None else to.keys() - paths
         for store in self:
             store.drop_aliases(lambda name: TensorName.parse(name).module in to)
             named = [(text, TensorName.parse(text)) for text in store.names if text not in store.restored]
@@ -192,7 +193,6 @@ class Stores(InputProvider):
                         self.away.setdefault(owner, []).append((store, name, store.values(text)))
                     store.forget([text])
             store.rename({old: new for old, new in renamed.items() if new not in store.restored})
-            vacant = to.keys() - (to.keys() if paths is None else paths)
             if left := [n for n in store.names if n not in store.restored and TensorName.parse(n).module in vacant]:
                 store.give_up(left)
         for module, path, now in moves:
