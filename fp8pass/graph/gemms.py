@@ -272,6 +272,12 @@ class GraphInput:
     requires_grad: bool = False
     not_kept: Reason | None = None  # The reason why no copies of a Parameter or buffer can be cached.
     sharded: Sharded | None = None  # The gather of a Parameter by FSDP2, where graphs read FP8 copies that it gathers.
+    stands_in: bool = False  # It is a plain tensor in a Parameter's place, where functional_call and FSDP1 put it for a call.
+
+    @property
+    def is_weight(self) -> bool:
+        """True if a module has it as a Parameter or buffer during the call."""
+        return self.is_parameter or self.stands_in
 
 
 def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
@@ -293,7 +299,7 @@ class GraphContext:
     """Knowledge that passes have besides the graph itself."""
 
     inputs: tuple[GraphInput, ...]
-    name_module: Callable[[Path], str]  # From a path below a variable of the frame to the path in the user's model.
+    name_module: Callable[[Path | None], str]  # From a path below a variable of the frame to the path in the user's model.
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     shares_scales: Callable[[Any], bool] = lambda group: True  # Delayed scaling has equal scales on all ranks of the group.
     index_of: Callable[[fx.Node], int | None] = input_index  # A placeholder's position among `inputs`; None if not there.

@@ -33,7 +33,7 @@ def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
     """Every matmul of a joint or inference graph, in graph order, the forward's first."""
     parameters = context.given(graph)
     gradients = context.gradients_of(graph)
-    static = made_only_of(graph, {n for n, given in parameters.items() if given.is_parameter})
+    static = made_only_of(graph, {n for n, given in parameters.items() if given.is_weight})
     finder = _SiteFinder(context, gradients, static, parameters)
     nodes = [n for n in graph.nodes if is_matmul(n)]
     forward = [finder.forward_site(n) for n in nodes if n not in gradients]
@@ -140,7 +140,7 @@ class _SiteFinder:
     def _site(self, node: fx.Node, role: str, operands: tuple[Operand, ...], mate: GemmSite | None = None) -> GemmSite:
         m, n, k = sizes_of(node)
         path = mate.path if mate is not None else self._path(node, operands)
-        module = "matmul" if path is None else self.context.name_module(path)
+        module = self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")
         forward = None if mate is None else mate.node
         offs = offs_of(node)

@@ -46,7 +46,7 @@ from fp8pass.rewrite.report import (
 )
 from fp8pass.rewrite.saved import SavedRecord, apply_saved, measure_saved, plan_saved, saved_records
 from fp8pass.rewrite.select import select
-from fp8pass.rewrite.simplify import RowsAndIndex, fold_elements, permuting_scatters, shared_sigmoids
+from fp8pass.rewrite.simplify import RowsAndIndex, fold_elements, permuting_scatters, repeated_weights, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.verify_partitioned import arguments, verify_saved
@@ -113,6 +113,13 @@ class Rewrite:
 def _merge_gathers(work: Work) -> Work:
     simplify.merge_equal_gathers(equal_gathers(work.graph))
     return work
+
+
+def _multiply_at_once(work: Work) -> Work:
+    if not work.rules.has_gemms or not (repeated := repeated_weights(work.graph, work.context)):
+        return work
+    simplify.multiply_at_once(work.graph, repeated)
+    return dataclasses.replace(work, known=frozenset(work.graph.nodes))
 
 
 def _gather_permuted(work: Work) -> Work:
@@ -199,6 +206,7 @@ def _fold_elements(work: Work) -> Work:
 
 PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge gathers", _merge_gathers),
+    ("multiply at once", _multiply_at_once),
     ("gather permuted rows", _gather_permuted),
     ("discover", lambda work: dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))),
     ("select", _select),

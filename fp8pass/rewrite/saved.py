@@ -145,7 +145,7 @@ def plan_saved(
     of_readers = functools.partial(_obstacle_of_readers, gradients=gradients, may_multiply=may_multiply)
     copies = shared_copies(forward, backward, context)
     kept: list[Any] = list(results)
-    weights = made_only_of(forward, {n for n, given in context.given(forward).items() if given.is_parameter})
+    weights = made_only_of(forward, {n for n, given in context.given(forward).items() if given.is_weight})
     found: list[SavedValue] = []
     for (holder, size), members in zip(held, groups.values(), strict=True):
         decided = []
@@ -281,8 +281,7 @@ def _decide(
 ) -> tuple[str, Recipe | None, Quantization | None, Reason | None]:
     """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's input.
     reason: that of the value itself. of_readers: finds that of what reads an input."""
-    path = maker_path(node)
-    module = "matmul" if path is None else context.name_module(path)
+    module = context.name_module(maker_path(node))
     rule = rules.find(module, SAVED)
     recipe = rules.default if rule is None else rule.recipe
     if reason is None and recipe is None:

@@ -138,8 +138,7 @@ def _copy(gemm: fx.Node, data: fx.Node, scale_inv: fx.Node, index: int | None, c
     given = arguments_of(cast)
     granularity = Granularity(given.get("granularity", Granularity.TENSOR_WISE))
     quantization = Quantization(E4M3, granularity, square=given.get("square", False))
-    path = maker_path(gemm)
-    module = "matmul" if path is None else context.name_module(path)
+    module = context.name_module(maker_path(gemm))
     return SharedCopy(module, data, scale_inv, index, quantization, matrix, columnwise != side, transposed)
 
 

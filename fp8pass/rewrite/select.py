@@ -64,7 +64,7 @@ class _UseFinder:
         self.leading_to_choices = leading_to_choices(graph, gradients)
         self.leading_to_logarithms = leading_to(graph, gradients, _is_log_softmax, keeps_elements)
         # For logits: NOTE [heads whose loss is outside of the graph].
-        parameters = {n for n, known in given.items() if known.is_parameter}
+        parameters = {n for n, known in given.items() if known.is_weight}
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
         self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
@@ -260,8 +260,8 @@ def _is_activation(node: fx.Node) -> bool:
 
 def _vocabularies(graph: fx.Graph, gradients: set[fx.Node], given: dict[fx.Node, GraphInput]) -> list[Any]:
     """The numbers of rows of embeddings that the caller's integers index."""
-    weights = made_only_of(graph, {n for n, known in given.items() if known.is_parameter and not known.is_buffer})
-    ours = _callers_integers(graph, {n for n, known in given.items() if not known.is_parameter})
+    weights = made_only_of(graph, {n for n, known in given.items() if known.is_weight and not known.is_buffer})
+    ours = _callers_integers(graph, {n for n, known in given.items() if not known.is_weight})
     lookups = (n for n in graph.nodes if n.op == "call_function" and n not in gradients)
     pairs = [found for node in lookups if (found := _lookup(node)) is not None]
     return [value_of(table).shape[0] for table, index in pairs if table in weights and index in ours]

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.gemms import argument_of
-from fp8pass.graph.values import argument, behind_aliases, names_rows, same_shape, same_size, value_of
+from fp8pass.graph.gemms import GraphContext, argument_of
+from fp8pass.graph.values import argument, behind_aliases, made_only_of, names_rows, resolve, same_shape, same_size, value_of
 from lowering.formats import Granularity
 from lowering.operation import NAMESPACE
 
@@ -23,6 +23,22 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
     for node, known in same.items():
         node.replace_all_uses_with(known)
         node.graph.erase_node(node)
+
+
+def multiply_at_once(graph: fx.Graph, repeated: Mapping[fx.Node, tuple[fx.Node, bool]]) -> None:
+    """Multiply all rows of a batch by a weight in one product, where a bmm repeats the weight for each of the batch. repeated:
+    see `repeated_weights`."""
+    start = Cursor.start(graph)
+    for node, (matrix, transposed) in repeated.items():
+        cursor, rows = start.at(node, _is_backward(node)).sharing(node), argument(node, 0)
+        sizes = [cursor.size(rows, 0), cursor.size(rows, 1), cursor.size(node, 2)]
+        if not value_of(rows).is_contiguous():
+            rows = cursor.call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+        rows = cursor.call(aten.view.default, rows, [-1, cursor.size(rows, 2)])
+        matrix = cursor.call(aten.permute.default, matrix, [1, 0]) if transposed else matrix
+        product = cursor.call(aten.mm.default, rows, matrix)
+        node.replace_all_uses_with(cursor.call(aten.view.default, product, sizes))
+        graph.erase_node(node)
 
 
 def gather_permuted_rows(graph: fx.Graph, scatters: Mapping[fx.Node, RowsAndIndex]) -> dict[fx.Node, RowsAndIndex]:
@@ -99,6 +115,25 @@ def _is_element(node: fx.Node) -> bool:
 
 
 prims = torch.ops.prims
+
+
+# -- Batches that are multiplied by one weight
+#
+# Torch traces a linear as such a product where its weight is frozen and its input is no view of a matrix, and as mm where the
+# weight is trained. As bmm, each repetition of the weight would have a cast and a scale of its own.
+
+
+def repeated_weights(graph: fx.Graph, context: GraphContext) -> dict[fx.Node, tuple[fx.Node, bool]]:
+    """The bmm whose second operand is one weight, expanded; with the weight, and whether its transpose is multiplied."""
+    found: dict[fx.Node, tuple[fx.Node, bool]] = {}
+    weights = made_only_of(graph, {n for n, given in context.given(graph).items() if given.is_weight})
+    for node in _calls(graph, aten.bmm.default):
+        value, transposed = resolve(argument(node, 1), is_batched=True)
+        matrix: Any = value.root.args[0] if value.root.target is aten.expand.default and value.reshape is None else None
+        is_same = matrix in weights and value_of(matrix).dtype == value_of(node).dtype
+        if is_same and same_shape(value_of(matrix).shape, (value.rows, value.cols)):
+            found[node] = matrix, transposed
+    return found
 
 
 # -- SiLU as its forward is decomposed, and the sigmoid that its gradient computes.

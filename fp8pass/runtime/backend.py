@@ -9,7 +9,6 @@ import gc
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from fp8pass.rewrite.runner import rewrite, save_activations
 from fp8pass.rewrite.verify_partitioned import prepare_checked
 from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
-from fp8pass.runtime.dynamo_graphs import find_extra_inputs
+from fp8pass.runtime.dynamo_graphs import find_extra_inputs, traced_code
 from fp8pass.runtime.eager import note_graph
 from fp8pass.runtime.frame import DynamoGraph
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
@@ -112,17 +111,9 @@ def _has_break(gm: fx.GraphModule) -> bool:
     on with it behind a break."""
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
-    reason, code = getattr(gm, "compile_subgraph_reason", None), _traced_code()
+    reason, code = getattr(gm, "compile_subgraph_reason", None), traced_code()
     is_behind = code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
     return is_behind or (reason is not None and bool(reason.graph_break))
-
-
-def _traced_code() -> CodeType | None:
-    """The code of the frame whose graph Dynamo hands over, at the end of the frame or at a break."""
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
-    return None if translator is None else translator.f_code
 
 
 class Backend:
@@ -148,7 +139,7 @@ class Backend:
         rules = self.options.first_rules, *(rules for _, rules in self.options.later_rules)
         if any(each.has_gemms for each in rules):
             check_device(device)
-        code, has_break = _traced_code(), _has_break(gm)
+        code, has_break = traced_code(), _has_break(gm)
         reason = getattr(gm, "compile_subgraph_reason", None)
         note_graph(code, reason if reason is not None and reason.graph_break else None)
         if has_break:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import itertools
 import operator
+import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import CodeType
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -21,9 +25,9 @@ from torch.fx._lazy_graph_module import _make_graph_module
 from torch.nn.modules.conv import _ConvNd
 
 from fp8pass.graph.gemms import GraphInput, Surroundings
-from fp8pass.graph.origin import Path, begins, joined, parse_path
+from fp8pass.graph.origin import Path, begins, joined, module_path, parse_path
 from fp8pass.inputs import ExtraInput
-from fp8pass.runtime.instances import without_common_end
+from fp8pass.runtime.instances import INNERMOST, Held, without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
 
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
@@ -63,7 +67,9 @@ def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
     path = parse_path(name)
     is_buffer = "._buffers[" in name
     is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
-    is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
+    last = path.below.rpartition(".")[2] if path is not None else ""
+    is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{last}")
+    is_view_of_parameter = isinstance(real, torch.Tensor) and isinstance(real._base, nn.Parameter)
     owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
     return GraphInput(
         path,
@@ -73,6 +79,7 @@ def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
         is_buffer,
         requires_grad=isinstance(real, torch.Tensor) and real.requires_grad,
         not_kept=not_kept(real) if is_parameter else None,
+        stands_in=is_attribute and not is_parameter and ("._parameters[" in name or is_view_of_parameter),
     )
 
 
@@ -148,6 +155,86 @@ def find_extra_inputs(
     return found if len(found) == len(extra) else {}
 
 
+# -- the frames around a graph
+#
+# Where no Parameter among a graph's inputs tells layers apart, the modules in its frame's variables do, and the module whose
+# call is the innermost.
+
+
+def modules_in_trace(gm: fx.GraphModule) -> Held:
+    """The module that is called innermost, and those in the frame that Dynamo traces which the graph's are, or are below."""
+    translator = _translator()
+    if translator is None:
+        return ()
+    frame = translator.output.root_tx
+    paths = sorted({(path.root, path.below) for node in gm.graph.nodes if (path := module_path(node)) is not None})
+    found = {held[:2]: held for path in paths for held in _modules_at(path, frame)}
+    return *_innermost(frame, sys._getframe(1)), *found.values()
+
+
+def modules_in_call(code: CodeType | None, paths: Sequence[tuple[str, str]]) -> Held:
+    """Those modules in the frame that calls a graph, which runs what Dynamo made of `code`. paths: (variable, path) of each."""
+    frame: FrameType | None = sys._getframe(1) if paths else None
+    while frame is not None and code is not None:
+        now = frame.f_code
+        if (now.co_name, now.co_firstlineno, now.co_filename) == (code.co_name, code.co_firstlineno, code.co_filename):
+            found = (_modules_at(path, frame) if path != INNERMOST else _innermost(frame, frame.f_back) for path in paths)
+            return tuple(itertools.chain.from_iterable(found))
+        frame = frame.f_back
+    return ()
+
+
+def _innermost(frame: Any, outer: FrameType | None) -> Held:
+    """The module that is `self` in a frame, or in the nearest of the outer ones where a module is."""
+    while not isinstance(value := frame.f_locals.get("self"), nn.Module):
+        if outer is None:
+            return ()
+        frame, outer = outer, outer.f_back
+    return ((*INNERMOST, weakref.ref(value)),)
+
+
+def _modules_at(path: tuple[str, str], frame: Any) -> Held:
+    """The module on the way from a frame's variable along a dotted path below which the way leads from child to child."""
+    variable, below = path
+    value, parts = frame.f_locals.get(variable, frame.f_globals.get(variable)), below.split(".") if below else []
+    for i, part in enumerate((*parts, "")):
+        if isinstance(value, nn.Module) and _leads_down(value, parts[i:]):
+            return ((variable, ".".join(parts[:i]), weakref.ref(value)),)
+        value = _attribute_or_item(value, part)
+    return ()
+
+
+def _leads_down(module: Any, names: Sequence[str]) -> bool:
+    for name in names:
+        module = module._modules.get(name) if module is not None else None
+    return module is not None
+
+
+def _attribute_or_item(value: Any, name: str) -> Any:
+    """What Dynamo's path names in a value; None where there is nothing. Runs no code of the user's."""
+    if isinstance(value, Mapping):
+        return next((item for key, item in value.items() if str(key) == name), None)
+    if isinstance(value, Sequence):
+        return value[int(name)] if name.isdigit() and int(name) < len(value) else None
+    if isinstance(value, nn.Module) and name in value._modules:
+        return value._modules[name]
+    is_stored_in_slot = inspect.ismemberdescriptor(getattr(type(value), name, None))
+    return getattr(value, name, None) if is_stored_in_slot or name == "__self__" else getattr(value, "__dict__", {}).get(name)
+
+
+def traced_code() -> CodeType | None:
+    """The code of the frame whose graph Dynamo hands over, at the end of the frame or at a break."""
+    translator = _translator()
+    return None if translator is None else translator.f_code
+
+
+def _translator() -> Any:
+    """Dynamo's translator of the frame that it traces now; None where it traces none."""
+    from torch._dynamo.symbolic_convert import tls
+
+    return getattr(tls, "current_tx", None)
+
+
 # -- the model around a graph
 #
 # Where a frame breaks, or DDP cuts a graph into buckets, a graph is a part of the model and may return any activation.
@@ -156,9 +243,7 @@ def find_extra_inputs(
 
 def surroundings_of(gm: fx.GraphModule, root: nn.Module | None) -> Surroundings:
     """The surroundings of a graph that Dynamo is handing over. root: the compiled model, None for a function."""
-    from torch._dynamo.symbolic_convert import tls
-
-    inner = getattr(tls, "current_tx", None)
+    inner = _translator()
     frame = None if inner is None else inner.output.root_tx
     here = {id(real) for real in real_inputs(gm.graph)}
     tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]

@@ -20,12 +20,12 @@ import operator
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -39,12 +39,15 @@ from fp8pass.runtime.cache_key import request_key
 from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
     describe_inputs,
+    modules_in_call,
+    modules_in_trace,
     real_inputs,
     surroundings_of,
     with_extra_inputs,
     without_regions,
 )
 from fp8pass.runtime.eager import next_number
+from fp8pass.runtime.instances import Held
 from fp8pass.runtime.recompute import (
     FirstRun,
     GraphKey,
@@ -82,11 +85,19 @@ UNTRACED: dict[str, Any] = {"rewrite": None, "forward": None, "backward": None, 
 class Instance:
     """One module instance that a graph runs for."""
 
-    def __init__(self, bound: dict[int, BoundInputs], trains: bool, parameters: Hashable, seen: Mapping[int, Seen]):
-        """parameters: their identities. seen: the Parameters, by their positions among the arguments."""
+    def __init__(
+        self,
+        bound: dict[int, BoundInputs],
+        trains: bool,
+        parameters: Hashable,
+        seen: Mapping[int, Seen],
+        modules: Sequence[weakref.ref[nn.Module]] = (),
+    ):
+        """parameters: their identities. seen: the Parameters, by their positions among the arguments. modules: those that tell
+        the instance where there are no Parameters."""
         self.number = next_number()
         self.parameters = parameters
-        self._seen = seen
+        self._seen, self._modules = seen, modules
         self._first = next(iter(seen), 0)
         self.bound = bound  # Per provider that the graph has inputs of, by its position among all.
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
@@ -102,7 +113,7 @@ class Instance:
     @property
     def is_gone(self) -> bool:
         """True if no call can be its own any more."""
-        return any(seen.is_gone for seen in self._seen.values())
+        return any(seen.is_gone for seen in self._seen.values()) or any(module() is None for module in self._modules)
 
     def variants(self) -> frozenset[str]:
         """The variants of a call that is about to run."""
@@ -156,7 +167,9 @@ class DynamoGraph:
         self.code = code
         whole = None if has_break else code
         self.inputs = describe_inputs(gm.graph, session.root(), session.options.fsdp_gather is not None, whole)
-        self.placement = session.names.place(self.inputs, real_inputs(gm.graph))
+        self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
+        traced: Held = () if self._positions else modules_in_trace(gm)
+        self.placement = session.names.place(self.inputs, real_inputs(gm.graph), traced)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
         """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
@@ -164,8 +177,10 @@ class DynamoGraph:
         context = TracingContext.try_get()
         self._context = None if context is None else weakref.ref(context)
         self._fake_mode = None if context is None else context.fake_mode
-        self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
-        self._identify = _identity_getter(self._positions)
+        before = [(variable, path) for variable, path, _ in traced]
+        self._modules = functools.partial(modules_in_call, code, before)
+        """The modules that tell instances where the graph reads no Parameters."""
+        self._identify = _identity_getter(self._positions) if self._positions else lambda args: self._modules()
         self._other_args = _getter([i for i, given in enumerate(self.inputs) if not given.is_parameter])
         self._tensor = next((i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)), None)
         """Position of the first tensor among the arguments."""
@@ -472,7 +487,9 @@ class DynamoGraph:
         rewrite = graph.rewrite
         with session.stores.lock:
             self._forget_parameters()
-            placement = session.names.place(self.inputs, args)
+            key = self._identify(args)
+            held = () if self._positions else self._modules()
+            placement = session.names.place(self.inputs, args, held)
             session.follow_modules()
             graph.check_rules(placement, (graph.key.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
@@ -485,10 +502,9 @@ class DynamoGraph:
                 for i, (provider, given) in enumerate(zip(session.providers_of(graph.key), graph.extra, strict=True))
                 if given
             }
-            key = self._identify(args)
             places = places_of(session.root(), [args[i] for i in self._positions])
             seen = {i: Seen(args[i], place) for i, place in zip(self._positions, places, strict=True)}
-            instance = Instance(bound, graph.trains, key, seen)
+            instance = Instance(bound, graph.trains, key, seen, [module for *_, module in held])
             for known in session.instances.values():
                 for gone in [k for k, other in known.items() if other.is_gone]:
                     session.eager.forget(known.pop(gone).number)

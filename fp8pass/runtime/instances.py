@@ -12,12 +12,19 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.gemms import GraphInput
 from fp8pass.graph.origin import Path, TensorName, begins, joined
 from fp8pass.scales.stores import Move
 from fp8pass.weights.parameters import Seen
+
+Held = tuple[tuple[str, str, weakref.ref[nn.Module]], ...]
+"""The modules in a frame's variables: (the variable, what begins a path to the module below it, the module)."""
+
+#: The variable and path of the module whose call is the innermost, to which the frame's own code belongs.
+INNERMOST = ("", "")
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
 ROOT = "self"
@@ -34,9 +41,12 @@ class Placement:
     wrapped: frozenset[str] = frozenset()  # Paths that wrappers such as DistributedDataParallel add; names leave them out.
 
     def name_module(self, path: Path | None) -> str:
-        """The path in the user's model of one below a variable: ROOT for the model itself, "matmul" outside of any module."""
+        """The path in the user's model of one below a variable: ROOT for the model itself. None is what a frame's own code
+        does: it belongs to the module whose call is the innermost, to "matmul" in the model's own frame and outside of it."""
         if path is None:
-            return "matmul"
+            variable = "" if "" in self.variables else "self"
+            is_known = self.has_root and "" in self.variables.get(variable, {})
+            return own if is_known and (own := self.name_module(Path(variable, ""))) != ROOT else "matmul"
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
         beginning = max((p for p in places if begins(p, path.below)), key=len, default=None)
         if beginning is None:  # no Parameter there is one of the model's
@@ -55,9 +65,11 @@ class Placement:
 class ModuleNames:
     """Paths in the user's model for the variables of one call's frames. With a root module, the names of its Parameters place a
     frame: `self` of a frame that reads `layers.3.attn.wq.weight` as `wq.weight` is `layers.3.attn`, and so is `args[0]` of one
-    that reads it as `args[0].wq.weight`. A root function has no names of its own: its variables' names replace them, and
-    further instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`; one that comes
-    in the place of another that is gone has its number. A "#" is an ordinary character in the globs of rules."""
+    that reads it as `args[0].wq.weight`. A frame that reads none is placed by the modules in its variables.
+
+    A root function has no names of its own: its variables' names replace them, and further instances of a variable are numbered
+    in the order of their first call: `layer`, `layer#1`, `layer#2`; one that comes in the place of another that is gone has its
+    number. A "#" is an ordinary character in the globs of rules."""
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
@@ -66,19 +78,25 @@ class ModuleNames:
         self._seen: dict[str, list[Seen]] = {}
         self._new: list[str] = []  # Names of variables that were given to new instances since then.
 
-    def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
-        """The placement of the instance that a call with `args` belongs to."""
+    def place(self, inputs: Sequence[GraphInput], args: Sequence[Any], held: Held = ()) -> Placement:
+        """The placement of the instance that a call with `args` belongs to. held: the modules in the variables of its frame,
+        which place variables below which no Parameter is among the arguments."""
         by_variable: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for given, arg in zip(inputs, args, strict=False):
             if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
                 by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
         root = self._root()
         if root is None:
-            return Placement({v: {"": self._numbered(v, held[0][1])} for v, held in by_variable.items()}, False)
+            return Placement({v: {"": self._numbered(v, found[0][1])} for v, found in by_variable.items()}, False)
         known: dict[int, list[str]] = {}
         for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
             known.setdefault(id(tensor), []).append(name)
-        return Placement({v: _places(v, held, known) for v, held in by_variable.items()}, True, wrapper_paths(root))
+        places = {v: _places(v, found, known) for v, found in by_variable.items()}
+        paths: dict[nn.Module | None, str] = {m: path for path, m in root.named_modules()} if held else {}
+        for variable, beginning, module in held:
+            if variable not in by_variable and (path := paths.get(module())) is not None:
+                places.setdefault(variable, {})[beginning] = path
+        return Placement(places, True, wrapper_paths(root))
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
@@ -158,7 +176,12 @@ def module_paths(root: nn.Module) -> set[str]:
     return {without_wrappers(path, wrapped) for path in paths} | {ROOT, "matmul"}
 
 
-_WRAPPERS = {DistributedDataParallel: "module", OptimizedModule: "_orig_mod", CheckpointWrapper: "_checkpoint_wrapped_module"}
+_WRAPPERS = {
+    DistributedDataParallel: "module",
+    FullyShardedDataParallel: "_fsdp_wrapped_module",
+    OptimizedModule: "_orig_mod",
+    CheckpointWrapper: "_checkpoint_wrapped_module",
+}
 
 
 def wrapper_paths(root: nn.Module) -> frozenset[str]:

@@ -173,21 +173,25 @@ def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
 
 
 def _unplaced(session: Session) -> str:
-    """The modules in FP8 of frames that read no Parameter or buffer of the model, which would tell their places."""
+    """The modules in FP8 of frames that read no Parameter or buffer of the model, and whose variables do not lead to them."""
     root = session.root()
     if root is None or not (session.rules.rules or session.rules.stateful):
         return ""  # nothing depends on places
     paths = module_paths(root)
-    places = [(graph.rewrite, place) for graph, found in session.graphs.items() for place in found if not place.variables]
+    places = [
+        (graph.rewrite, place)
+        for graph, found in session.graphs.items()
+        for place in found
+        if not place.variables.keys() - {""}
+    ]
     names = {place.name_module(g.path) for made, place in places if made is not None for g in made.gemms if g.quantized} - paths
     unplaced = [n for n in sorted(names) if n.removeprefix(_SELF) in paths or any(path.endswith(f".{n}") for path in paths)]
     if not unplaced:
         return ""
     return (
-        f"the places of {preview(unplaced)} in the model are not known, because their graphs read no Parameters: plain tensors"
-        " replace them under FSDP1 and torch.func.functional_call, and graph breaks cut off modules that have none. Rules with"
-        " the paths of these modules do not apply, and with delayed scaling layers that run the same graph share amax"
-        " histories. Compile each layer by itself, fp8_compile(layer, ..., in_place=True), under FSDP1 before it is wrapped"
+        f"the places of {preview(unplaced)} in the model are not known: their graphs read no Parameters, but plain tensors in"
+        " their place, and no attribute of a variable leads to them. Rules with the paths of these modules do not apply, and"
+        " with delayed scaling layers that run the same graph share amax histories. Call them from a method of a module"
     )
 
 

@@ -33,7 +33,15 @@ from fp8pass.rewrite.saved import SavedRecord, SavedValue, plan_saved, saved_rec
 from fp8pass.rewrite.select import select
 from fp8pass.rules import SAVED, Rules
 from fp8pass.runtime.backend import check_device, device_of
-from fp8pass.runtime.dynamo_graphs import describe_inputs, real_inputs, surroundings_of, without_regions
+from fp8pass.runtime.dynamo_graphs import (
+    describe_inputs,
+    modules_in_call,
+    modules_in_trace,
+    real_inputs,
+    surroundings_of,
+    traced_code,
+    without_regions,
+)
 from fp8pass.runtime.instances import ModuleNames, Placement
 from fp8pass.schemes.eager import rounded
 from fp8pass.schemes.scheme import scaling
@@ -127,7 +135,9 @@ class Probe:
         if self.rules.has_gemms:
             check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
-        placement = self.names.place(inputs, real_inputs(gm.graph))
+        traced, code = modules_in_trace(gm), traced_code()
+        paths = [(variable, path) for variable, path, _ in traced]
+        placement = self.names.place(inputs, real_inputs(gm.graph), traced)
         context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
         gm = without_regions(gm)
         graph = _Graph(self)
@@ -153,7 +163,7 @@ class Probe:
             function = backend(gm, example_inputs)
 
         def run(*args: Any) -> Any:
-            graph.enter(self.names.place(inputs, args))
+            graph.enter(self.names.place(inputs, args, modules_in_call(code, paths)))
             return function(*args)
 
         return run

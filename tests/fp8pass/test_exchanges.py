@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8Warning, StrictError
@@ -156,13 +157,16 @@ def test_layers_that_begin_with_zeros_are_not(warmup):
 
 
 def test_tensors_that_are_no_parameters_may_jump():
-    """A weight that is computed, or an argument, changes as activations do."""
-    compiled = fp8_compile(lambda x, w: x @ w, DelayedScaling(amax_history_len=4), backend="aot_eager", select="all")
+    """An argument, or what takes a Parameter's place for a call, changes as activations do."""
+    options = {"recipe": DelayedScaling(amax_history_len=4), "backend": "aot_eager", "select": "all"}
+    product, linear = fp8_compile(lambda x, w: x @ w, **options), fp8_compile(nn.Linear(64, 64, bias=False), **options)
+    ((name, _),) = linear.named_parameters()
     argument = torch.ones(64, 64, requires_grad=True)
     for factor in (1, 1, 1, 9, 9):
         with torch.no_grad():
             argument.fill_(factor)
-        compiled(X, argument).sum().backward()
+        product(X, argument).sum().backward()
+        functional_call(linear, {name: argument}, X).sum().backward()
 
 
 def test_the_host_does_not_wait(monkeypatch):

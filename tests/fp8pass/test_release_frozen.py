@@ -96,7 +96,7 @@ def bytes_of(model, compiled):
     """Frozen matrices in high precision, and all FP8 copies with their scales."""
     weights = [p for p in model.parameters() if not p.requires_grad and p.dim() == 2]
     kept = compiled._fp8pass_session.weights.cache._weights.values()
-    made = [w.made for w in kept if not w.parameter.requires_grad]
+    made = [w.made for w in kept if w.made is not None and not w.parameter.requires_grad]
     parts = [t for m in made for t in (*m.data.values(), *m.scale_inv.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
     return sum(w.untyped_storage().nbytes() for w in weights), sum(storages.values())

@@ -1,6 +1,7 @@
 """Simplifications: SiLU shares the sigmoid of its gradient, and elements of vectors that our operations read become vectors and
 positions. Where they are found, that nothing else is touched, and with the same results."""
 
+import copy
 import operator
 
 import pytest
@@ -9,13 +10,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import inspect
+from fp8pass import fp8_compile, inspect, state
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import fold_elements, share_sigmoids, shared_sigmoids
 from tests.support.cases import each
 from tests.support.joint import calls
 from tests.support.models import LlamaBlock, Net
-from tests.support.training import assert_equal, compiled_step
+from tests.support.training import assert_equal, compiled_step, same
 
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.lowering
 E4M3 = torch.float8_e4m3fn
@@ -76,6 +77,44 @@ def test_a_model_whose_activation_feeds_fp8(rules):
     assert shared == ((0, 2) if rules is None else alone)
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 1e-2 * b.norm()
+
+
+# -- batches that are multiplied by one weight
+
+
+class Strided(nn.Module):
+    """Linears whose inputs are no views of matrices, the second one of a transposed weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Parameter(torch.randn(96, 64) / 10)
+
+    def forward(self, x):
+        return self.up(x.transpose(0, 1)).relu()[:, 1:] @ self.down
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@each(("recipe", "rules"), [("delayed", None), ("blockwise", None), ("rowwise", {"up": None})])
+def test_a_frozen_weight_of_strided_rows_is_one_weight(recipe, rules, dynamic):
+    """Outputs, gradients and scales are as where it is trained."""
+    trained = Strided()
+    frozen = copy.deepcopy(trained).requires_grad_(False)
+    made = []
+    for model in (trained, frozen):
+        compiled = fp8_compile(model, recipe, rules=rules, select="all", dynamic=dynamic, backend="aot_eager")
+        for i in range(3):
+            x = torch.randn(6 + i % 2, 16, 64, generator=torch.Generator().manual_seed(i)).requires_grad_()
+            out = compiled(x)
+            out.square().sum().backward()
+            made.append((out, x.grad))
+        made.append({name: state(compiled).scale(name) for name in state(compiled).tensors})
+        assert not any(calls(graph.after.graph, aten.bmm.default) for graph in inspect(compiled).graphs)
+    assert all(same(a, b) for a, b in zip(made[:4], made[4:], strict=True))
+
+
+def test_in_high_precision_its_product_is_torchs():
+    model, x = Strided().requires_grad_(False), torch.randn(6, 16, 64)
+    torch.testing.assert_close(fp8_compile(model, rules={"*": None}, backend="aot_eager")(x), model(x))
 
 
 # -- elements of vectors

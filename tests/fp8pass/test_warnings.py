@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.func import functional_call
 
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
@@ -24,7 +23,7 @@ from fp8pass.errors import (
 from fp8pass.integrations.saved import collect_state
 from tests.support.backend import register_backend
 from tests.support.cases import each
-from tests.support.models import BrokenBlock, Net, ResidualMlp, Stack, mlp
+from tests.support.models import BrokenLayers, Stack, mlp
 from tests.support.selection import NanoGPT, sentence
 from tests.support.training import same
 
@@ -396,93 +395,19 @@ def test_parts_that_are_compiled_again_are_named_and_nothing_compiled_is_an_erro
             ask(asked)
 
 
-UNPLACED = r"the places of {} in the model are not known"
-
-
-def functionally(compiled):
-    """A step with weights that are no Parameters."""
-    weights = {name: p.detach().clone().requires_grad_() for name, p in compiled.named_parameters()}
-    functional_call(compiled, weights, (batch(),)).square().sum().backward()
-
-
-def test_layers_that_no_parameter_tells_apart_are_said_once():
+def test_layers_that_nothing_tells_apart_are_said_once(monkeypatch):
     """Rules with their paths do not apply, and they share histories."""
-    compiled = make(Stack(BrokenBlock(64, 96) for _ in range(3)), RECIPE, select="all", rules={"layers.0.up": None})
-    with pytest.warns(Fp8Warning) as told:
-        functionally(compiled)
-    assert sum(bool(re.search(UNPLACED.format("down, up"), str(w.message))) for w in told) == 1
-    assert {g.module for g in inspect(compiled).gemms if g.quantized} == {"up", "down"}
+    monkeypatch.setattr("fp8pass.runtime.frame.modules_in_trace", lambda graph: ())
+    compiled, strict = (make(BrokenLayers(2), RECIPE, rules={"layers.0.up": None}, strict=strict) for strict in (False, True))
+
+    def run(model):
+        weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        functional_call(model, weights, batch()).square().sum().backward()
+
+    message = "the places of down, up in the model are not known"
+    with pytest.warns(Fp8Warning, match=message):
+        run(compiled)
     with silence(Fp8Warning):
-        functionally(compiled)
-    strict = make(Stack(BrokenBlock(64, 96) for _ in range(3)), RECIPE, select="all", strict=True)
-    with pytest.raises(StrictError, match=UNPLACED.format("down, up")):
-        functionally(strict)
-
-
-def test_a_model_compiled_in_place_and_called_with_other_weights_is_said():
-    model = make(mlp(), RECIPE, select="all", in_place=True)
-    with pytest.warns(Fp8Warning, match=UNPLACED.format(r"__self__\.0, __self__\.2")):
-        functionally(model)
-
-
-def test_other_weights_whose_places_are_known_are_not():
-    compiled = make(Stack(mlp() for _ in range(2)), select="all", rules={"layers.0.0": None})
-    with silence(Fp8Warning):
-        functionally(compiled)
-    assert not any(g.quantized for g in inspect(compiled).gemms if g.module == "layers.0.0")
-    broken = make(Stack(BrokenBlock(64, 96) for _ in range(2)), RECIPE, select="all")
-    with silence(Fp8Warning):
-        step(broken)
-    stateless = make(Stack(BrokenBlock(64, 96) for _ in range(2)), select="all")  # without rules nothing depends on places
-    with silence(Fp8Warning):
-        functionally(stateless)
-
-
-class Products(nn.Module):
-    """Products of activations in a module without Parameters, which graph breaks cut off."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-        self.core = Net(lambda self, x: x @ x.t() @ x)
-
-    def forward(self, x):
-        x = self.up(x)
-        torch._dynamo.graph_break()
-        return self.core(x)
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_modules_without_parameters_behind_breaks_are_said_unless_each_layer_is_compiled(one_by_one):
-    model, rules = Stack(Products() for _ in range(2)), {"core": None} if one_by_one else {"layers.0.core": None}
-    if one_by_one:
-        for layer in model.layers:
-            make(layer, RECIPE, select="all", in_place=True, rules=rules)
-        with silence(Fp8Warning):
-            step(model)
-        assert {g.module for g in inspect(model).gemms if g.quantized} == {"layers.0.up", "layers.1.up"}
-    else:
-        with pytest.warns(Fp8Warning, match=UNPLACED.format("core")):
-            step(make(model, RECIPE, select="all", rules=rules))
-
-
-def test_layers_under_fsdp1_are_said_and_are_told_apart_where_each_is_compiled():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    how = {"use_orig_params": True, "device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
-    try:
-        wrapped = Stack(FullyShardedDataParallel(ResidualMlp(64), **how) for _ in range(2))
-        whole = make(FullyShardedDataParallel(wrapped, **how), RECIPE, select="all")
-        with pytest.warns(Fp8Warning, match="under FSDP1 before it is wrapped"):
-            step(whole)
-        torch._dynamo.reset()
-        layers = [make(ResidualMlp(64), RECIPE, select="all", in_place=True) for _ in range(2)]
-        model = FullyShardedDataParallel(Stack(FullyShardedDataParallel(layer, **how) for layer in layers), **how)
-        with silence(Fp8Warning):
-            step(model)
-        scales = []
-        for layer in layers:
-            state(layer).step()
-            scales.append([state(layer).scale(name) for name in state(layer).tensors if ":input" in name])
-        assert scales[0] != scales[1], "each has its own histories"
-    finally:
-        torch.distributed.destroy_process_group()
+        run(compiled)
+    with pytest.raises(StrictError, match=message):
+        run(strict)
