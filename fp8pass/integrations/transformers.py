@@ -106,9 +106,11 @@ class Fp8Callback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Compile the model, which may be evaluated only. What training refuses is left to `on_train_begin`."""
-        if isinstance(model, nn.Module) and _obstacle(args) is None and _is_free(model):
-            self._compile(model)
-            _early.add(model)
+        if isinstance(model, nn.Module) and _obstacle(args) is None:
+            _uncompile_early(model)
+            if _is_free(model):
+                self._compile(model)
+                _early.add(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -116,8 +118,7 @@ class Fp8Callback(TrainerCallback):
         """Compile the model and load the FP8 state of the checkpoint that training resumes from."""
         if (obstacle := _obstacle(args)) is not None:
             raise OptionError(obstacle)
-        if model in _early and not saved.sessions_of(model)[0].num_graph_calls:
-            fp8_uncompile(model)  # and compile it as it is now: accelerate has prepared it
+        _uncompile_early(model)  # and compile it as it is now: accelerate has prepared it
         _early.discard(model)
         if is_in_place(model):
             saved.check_alike(model, self._compiling)
@@ -197,7 +198,7 @@ class Fp8Callback(TrainerCallback):
     on_pre_optimizer_step = on_epoch_end = on_step_begin
 
     def _save_just_in_time(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """`enable_jit_checkpoint` writes checkpoints from a callback before this one and without the event `on_save`."""
+        """Write the FP8 state into a checkpoint that `enable_jit_checkpoint` wrote without the event `on_save`."""
         if getattr(args, "enable_jit_checkpoint", False) and control.should_training_stop:
             folder = _checkpoint_folder(args, state)
             if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, FILE)):
@@ -231,10 +232,14 @@ _early: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that a callback compiled when a Trainer was made, and that have not begun to train."""
 
 
-def _is_free(model: nn.Module) -> bool:
-    """True if a model may be compiled for a Trainer that is being made: it is not compiled, or by one that has not run it."""
+def _uncompile_early(model: Any) -> None:
+    """Uncompile a model that a callback compiled when a Trainer was made, unless it has run."""
     if model in _early and is_in_place(model) and not saved.sessions_of(model)[0].num_graph_calls:
         fp8_uncompile(model)
+
+
+def _is_free(model: nn.Module) -> bool:
+    """True if nothing has compiled a model."""
     return session_of(model) is None and not is_called_in_place(model) and named_session(model) is None
 
 

@@ -284,6 +284,13 @@ def test_an_evaluation_in_a_fresh_process_runs_in_fp8_with_the_state_of_its_chec
     assert len(state(model).tensors) == len(state(whole.model).tensors)
 
 
+def test_a_model_that_is_uncompiled_before_it_trains_is_compiled_again(tmp_path):
+    made = trainer(tmp_path, callback(print_table=False), max_steps=1)
+    fp8_uncompile(made.model)
+    made.train()
+    assert num_updates(made.model) == 1
+
+
 def test_a_training_that_an_error_ended_is_followed_by_another(tmp_path):
     class Failing(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
