@@ -109,7 +109,8 @@ def fsdp_gather(recipe):
         conditions.append("with reduce_amax=True")
     if not scheme.has_one_copy(quantization):
         conditions.append("with reshard_after_forward=True")
-    whole = next((n for n in (16, 32, 64, 128) if not isinstance(gathered(scheme, quantization, n), Reason)), None)
+    sent = {n: scheme.sharded(quantization, n, n * WIDTH, True) for n in (16, 32, 64, 128)}
+    whole = next((n for n in sent if not isinstance(sent[n], Reason)), None)
     if whole != 16:
         conditions.append(f"rows per rank a multiple of {whole}")
     high_precision = "rowwise_with_gw_hp"  # its backward needs another copy, with a scale of its own
@@ -118,11 +119,6 @@ def fsdp_gather(recipe):
     ):
         conditions.append('not "rowwise_with_gw_hp"')
     return "; ".join(conditions) or "yes"
-
-
-def gathered(scheme, quantization, num_rows):
-    each_time = scheme.sharded_each(quantization, num_rows, WIDTH, True)
-    return scheme.sharded(quantization, num_rows, True) if scheme.has_one_copy(quantization) else each_time
 
 
 def compressed_tensors(recipe):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping
-from fractions import Fraction
 from typing import Any
 
 from torch import fx
@@ -100,13 +99,8 @@ def _gathered(
     if reason is None and tuple(value_of(tensor.value.root).shape) != tensor.value.shape:
         reason = Reason(ReasonKind.SHAPE, f"GEMMs read it reshaped to {list(tensor.value.shape)}")
     is_even = tensor.value.rows == sharded.rows * sharded.num_ranks
-    sent: Fraction | Reason
-    if scheme.has_one_copy(tensor.quantization):
-        sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
-    else:
-        sent = _each_obstacle(plan, tensor) or scheme.sharded_each(
-            tensor.quantization, sharded.rows, sharded.elements // sharded.rows, is_even
-        )
+    obstacle = None if scheme.has_one_copy(tensor.quantization) else _each_obstacle(plan, tensor)
+    sent = obstacle or scheme.sharded(tensor.quantization, sharded.rows, sharded.elements, is_even)
     if reason is None and isinstance(sent, Reason):
         reason = sent
     if reason is None and len(of_root) > 1:

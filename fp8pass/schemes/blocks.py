@@ -90,12 +90,7 @@ class BlockScheme(Scheme):
         detail = "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
         return Reason(ReasonKind.SHAPE, detail)
 
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
-        if not self.has_one_copy(quantization):
-            return super().sharded(quantization, rows, is_even)
-        return self.sharded_each(quantization, rows, 0, is_even)
-
-    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Fraction | Reason:
+    def sharded(self, quantization: Quantization, rows: int, elements: int, is_even: bool) -> Fraction | Reason:
         if (obstacle := engine_obstacle(quantization)) is not None:
             return obstacle
         if rows % max(_block_of(quantization)) or not is_even:

@@ -56,12 +56,12 @@ class RowScheme(Scheme):
             return Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
         return None
 
-    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Fraction | Reason:
+    def sharded(self, quantization: Quantization, rows: int, elements: int, is_even: bool) -> Fraction | Reason:
         if (obstacle := engine_obstacle(quantization)) is not None:
             return obstacle
         if not is_even:
             return Reason(ReasonKind.SHAPE, f"not all ranks have {rows} rows, and row scales are sent by all ranks or by none")
-        return 1 + Fraction(4, columns)
+        return 1 + Fraction(4 * rows, elements)
 
     def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         """Rows are whole on every rank: their scales are known before the gather, and travel with them. Of a column every rank

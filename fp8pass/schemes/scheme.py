@@ -44,10 +44,10 @@ def kind(quantization: Quantization) -> dict[str, Any]:
 
 
 def engine_obstacle(quantization: Quantization) -> Reason | None:
-    """The reason why a tensor that is quantized as an inference engine does is gathered in high precision."""
+    """Why a tensor under `match=` is gathered in high precision; None without `match=`."""
     if quantization.inverse is None:
         return None
-    return Reason(ReasonKind.SCALES, "match: casts as engines make them are of whole tensors")
+    return Reason(ReasonKind.SCALES, "match=... quantizes as an inference engine does: whole tensors, not shards")
 
 
 def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
@@ -127,14 +127,11 @@ class Scheme(abc.ABC):
         delayed scaling has equal scales on all of these ranks."""
         return None
 
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
-        """Bytes per element that travel of a weight whose rows are spread over ranks, for both orientations together, or why it
-        cannot. rows: of a shard. is_even: all ranks have as many."""
-        return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
-
-    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Fraction | Reason:
-        """`sharded` of a weight that is gathered twice: the rowwise copy for forward, the columnwise one for backward."""
-        return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
+    @abc.abstractmethod
+    def sharded(self, quantization: Quantization, rows: int, elements: int, is_even: bool) -> Fraction | Reason:
+        """Bytes per element that a gather sends of a weight whose rows are spread over ranks, or why it cannot: the only copy,
+        or the rowwise one in the forward and the columnwise one in the backward. rows, elements: of a shard. is_even: all ranks
+        have as many rows."""
 
     def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         """Quantize this rank's shard, gather the copies, and make them ready for the GEMM. matrix: the gathered tensor as the

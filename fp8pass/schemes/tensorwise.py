@@ -68,7 +68,7 @@ class TensorScheme(Scheme):
             return Reason(ReasonKind.SCALES, "amax_reduction_group does not contain all ranks of the gather")
         return None
 
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
+    def sharded(self, quantization: Quantization, rows: int, elements: int, is_even: bool) -> Fraction | Reason:
         if self._is_shared:
-            return super().sharded(quantization, rows, is_even)
+            return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
         return engine_obstacle(quantization) or Fraction(1)
