@@ -113,13 +113,13 @@ def _recipes(recipe: Recipe | RecipeName | str) -> dict[str, Recipe]:
     return {one.name: one}
 
 
-def _lack(gemms: Iterable[GemmEstimate]) -> str | None:
+def _refusal(gemms: Iterable[GemmEstimate]) -> str | None:
     """The reason why a device does not run these GEMMs; None where it does."""
     for gemm in gemms:
         record = gemm.record
         is_sized = all(isinstance(size, int) for size in (record.m, record.n, record.k))
         if record.quantized and is_sized and gemm.expected is None:
-            return f"it has no GEMM with scales per {record.a_scaling} values, which {record.module or record.op} needs"
+            return f"it has no GEMM with {record.a_scaling} scales, which {record.module or record.op} needs"
     return None
 
 
@@ -213,8 +213,8 @@ class _Tracer:
 
         gemms, estimates = run(planned, joint.restore(), dataclasses.replace(rules, min_speedup=1.0))
         chosen = _all_layers(gemms, estimates, context, kept)
-        if (lack := self.refused.get(name) or _lack(chosen)) is not None:
-            self.refused[name] = lack
+        if (refusal := self.refused.get(name) or _refusal(chosen)) is not None:
+            self.refused[name] = refusal
             return [], [], 0, 0
         graph = joint.restore()
         with without("verify"):
@@ -387,11 +387,12 @@ def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool, bool]]:
     found = []
     for target, products, is_backward in ((_attention, 2.0, False), (_attention_backward, 5.0, True)):
         for node in graph.find_nodes(op="call_function", target=target._opoverload):
-            query, key, value = (argument.meta["val"] for argument in node.args[is_backward : is_backward + 3])
+            first = 1 if is_backward else 0
+            query, key, value = (argument.meta["val"] for argument in node.args[first : first + 3])
             scores = query[..., 0].numel() * key.shape[-2]
             share = 0.5 if node.args[-1] is True else 1.0
             flops = share * products * scores * (query.shape[-1] + value.shape[-1])
-            found.append((node, flops, is_backward, node.args[is_backward + 3] is not None))
+            found.append((node, flops, is_backward, node.args[first + 3] is not None))
     return found
 
 

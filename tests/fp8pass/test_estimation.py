@@ -278,7 +278,7 @@ class Mine(fp8pass.MXFP8BlockScaling):
 def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
     """By the GEMMs that are asked for, whatever the recipe is called and whether a rule names it."""
     model, x = on_meta(nn.Sequential, nn.Linear(64, 128), nn.Linear(128, 64)), on_meta(torch.empty, 64, 64)
-    reason = "it has no GEMM with scales per 1x32 values, which"
+    reason = "it has no GEMM with 1x32 scales, which"
     if arguments["recipe"] == "all":
         found = fp8pass.estimate(model, x, **arguments)
         assert found.refused["mxfp8"].startswith(reason)
