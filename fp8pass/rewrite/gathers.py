@@ -1,7 +1,7 @@
-"""Plan the quantized all-gathers: where gathered shards are only quantized afterwards, they are quantized first. Reads only.
+"""All-gathers: the plan of those in FP8, and two edits of what travels beside them, `merge_reductions` and `send_bytes`.
 
-Nothing is moved where ranks' scales may differ, where something else reads the gathered tensor in high precision, or where FP8
-would not save a byte; the plan says so.
+Where gathered shards are only quantized afterwards, they are quantized first. Nothing is moved where ranks' scales may differ,
+where something else reads the gathered tensor in high precision, or where FP8 would not save a byte; the plan says so.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Layout, QuantizedTensor
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 
 def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
@@ -133,10 +136,6 @@ def _reader_finder(
     return reader_of
 
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
-
-
 # -- Merge the reductions of amaxes over ranks: those of sharded Parameters are all known when a graph begins, and go as one.
 #
 # With one scale per tensor or per column, a shard is quantized by the largest amax of all ranks. An all-reduce of a few bytes
@@ -152,7 +151,7 @@ def merge_reductions(graph: fx.Graph) -> None:
     """In place: the all-reduces of amaxes of Parameters' shards become one per group of ranks."""
     groups: dict[Hashable, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        chain = _chain_from_input(node)
+        chain = _chain_to_amax(node)
         if node.args[1] == "max" and chain is not None:
             dims = value_of(node).dim()
             groups.setdefault((node.args[2], dims, recomputation_of(node.args[0])), []).append(node)
@@ -161,7 +160,7 @@ def merge_reductions(graph: fx.Graph) -> None:
             _merge(graph, reductions)
 
 
-def _chain_from_input(reduction: fx.Node) -> list[fx.Node] | None:
+def _chain_to_amax(reduction: fx.Node) -> list[fx.Node] | None:
     """The nodes that lead from an input of the graph to the bits of an amax that is reduced; None for other reductions."""
     bits: Any = reduction.args[0]
     if bits.target is not aten.view.dtype or bits.args[0].target not in _AMAXES:
@@ -173,7 +172,7 @@ def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
     first = reductions[0]
     position = {node: i for i, node in enumerate(graph.nodes)}
     for reduction in reductions[1:]:
-        for node in _chain_from_input(reduction) or ():
+        for node in _chain_to_amax(reduction) or ():
             if position[node] > position[first]:
                 first.prepend(node)
     is_backward = "backward" in str(first.meta.get("partitioner_tag"))
@@ -216,11 +215,11 @@ def send_bytes(graph: fx.Graph, groups: Collection[Any]) -> tuple[Gather, ...]:
     found = []
     for collective in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         source: Any = collective.args[0]
-        waits = [n for n in collective.users if n.target is c10d.wait_tensor.default]
+        readers = [n for n in collective.users if n.target is c10d.wait_tensor.default]
         is_typed = value_of(source).dtype != torch.uint8 and value_of(source).dim() > 0
-        is_read = len(waits) == len(collective.users) == 1 and bool(waits[0].users)
+        is_read = len(readers) == len(collective.users) == 1 and bool(readers[0].users)
         if collective.args[2] in groups and is_read and is_typed and starts_at_input(source):
-            gather = Gather.read(waits[0], lambda group: False)
+            gather = Gather.read(readers[0], lambda group: False)
             _send_bytes(graph, gather)
             found.append(gather)
     return tuple(found)
