@@ -116,7 +116,7 @@ class Run:
             self._names.append(given.name)
 
     def begin_step(self, traced: Any) -> None:
-        """End the step before, and choose the graph and the state of the one that begins."""
+        """End the step that ran, and set the graph and the state of the next."""
         if self.rewritten is None:
             return
         self.state.step()

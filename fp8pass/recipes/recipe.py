@@ -166,7 +166,7 @@ def check_options(recipe: Any, **unused: object) -> None:
 
 
 def _check_format(recipe: Any) -> None:
-    """`fp8_format` is a Format that GEMMs exist for."""
+    """Raise RecipeError unless `fp8_format` is a Format that GEMMs exist for."""
     value = recipe.fp8_format
     if not isinstance(value, Format):
         home, name = home_of(value), getattr(value, "name", None)
@@ -184,7 +184,7 @@ def home_of(value: object) -> str | None:
 
 
 def _check_override(recipe: Any, unused: dict[str, object]) -> None:
-    """`backward_override` is None or a known one, and no option that only FP8 backward GEMMs read differs from its default."""
+    """Raise RecipeError unless `backward_override` is None or known, and nothing is set that only FP8 backward GEMMs read."""
     choice, known = recipe.backward_override, get_args(BackwardOverride)
     hint = nearest(choice, known) if isinstance(choice, str) else ""
     is_known = choice is None or (isinstance(choice, str) and choice in known)

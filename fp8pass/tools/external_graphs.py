@@ -147,7 +147,7 @@ def _rewrite(
     extra = compiled.extra_inputs
     module, _ = with_extra_inputs(given, examples, extra if places is None else (), compiled.device)
     state = _placeholders(module)[len(examples) :] if places is None else [_placeholders(module)[places[e.name]] for e in extra]
-    inputs: dict[Hashable, fx.Node] = {given.key: node for given, node in zip(extra, state, strict=True)}
+    inputs: dict[Hashable, fx.Node] = {each.key: node for each, node in zip(extra, state, strict=True)}
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen() if _is_nested(given) else given.graph._codegen)
     known = frozenset(graph.nodes)

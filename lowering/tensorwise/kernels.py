@@ -92,9 +92,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     """`reference.amax`: max |x| as a float32 scalar, of any shape and strides."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    matrices = as_matrices(x) or as_matrices(x.contiguous())
-    assert matrices is not None
-    return _amax_of_matrices(matrices[0])
+    seen = as_matrices(x) or as_matrices(x.contiguous())
+    assert seen is not None
+    return _amax_of_matrices(seen[0])
 
 
 def amax_batch(x: torch.Tensor) -> torch.Tensor:
@@ -310,9 +310,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     e5m2 = is_e5m2(dtype)
     out = torch.empty_like(x, dtype=torch.uint8)
     if x.numel():
-        matrices = as_matrices(x, out) or as_matrices(torch.empty_like(x).copy_(x), out)
-        assert matrices is not None
-        matrix, out_matrix = matrices
+        seen = as_matrices(x, out) or as_matrices(torch.empty_like(x).copy_(x), out)
+        assert seen is not None
+        matrix, out_matrix = seen
         tile = FLAT_TILE if matrix.shape[0] == 1 else MATRIX_TILE
         cast_matrix(matrix, scale, out_matrix, e5m2, with_amax=False, tile=tile)
     return out.view(dtype)
@@ -429,9 +429,9 @@ def multi_cast_transpose_amax_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`cast_transpose.cast_tile` of the matrix that this tile belongs to, all with elements of dtype `element`. table: first
-    tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`launch`); amaxes, where WITH_AMAX: int32 bits,
-    zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16."""
+    """`cast_tile` of the matrix that this tile belongs to, all with elements of dtype `element`. table: first tile of each
+    matrix [num_matrices], then its fields [num_matrices, FIELDS] (`fields` in `launch_many`); amaxes, where WITH_AMAX: int32
+    bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16."""
     tile = tl.program_id(0).to(tl.int64)
     fields, first = find_matrix(table, num_matrices, tile, FIELDS)
     tile -= first
