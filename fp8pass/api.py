@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8pass.errors import ExportError, NotCompiledError, OptionError, preview
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.recipes.recipe import is_int
 
 if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is first needed; with it come Dynamo and Triton
     import os
@@ -269,7 +270,7 @@ def export_fp8(
     """
     from fp8pass.tools.export import plan_export, write_folder
 
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+    if not is_int(max_shard_bytes) or max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes is {max_shard_bytes!r}; use a positive int, such as 5_000_000_000")
     parts, model = _parts_and_model(compiled)
     return write_folder(plan_export(parts, model, format), model, folder, format, max_shard_bytes)

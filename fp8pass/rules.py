@@ -10,6 +10,7 @@ from typing import Literal
 
 from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import NO_RECIPE, Recipe, as_recipe
+from fp8pass.recipes.recipe import is_int
 
 #: GEMMs that run in FP8 if no rule matches: all but routers, heads and thin ones, or all that can.
 Select = Literal["auto", "all"]
@@ -115,7 +116,7 @@ def parse_schedule(schedule: object, start: Rules) -> Schedule:
             f"schedule is a {type(schedule).__name__}; use a dict of step -> rules, such as {{20_000: {{'*': None}}}}"
         )
     for step in schedule:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        if not is_int(step) or step < 1:
             raise RuleError(f"the schedule has the step {step!r}; use a positive int, and `rules` for those from the start")
     return tuple((step, _at(step, schedule[step], start)) for step in sorted(schedule))
 

@@ -155,12 +155,10 @@ def form_of(node: fx.Node) -> Form | None:
     return forms.get(dims) if has_offs and kind.is_grouped else None
 
 
-def has_fp8_counterpart(node: fx.Node) -> bool:
-    """Tell whether an FP8 GEMM can take the node's place, whatever its operands are; a batched one's may be two activations."""
+def is_of_one_pair(node: fx.Node) -> bool:
+    """Tell whether a GEMM multiplies one pair of matrices, a batch of one included."""
     kind = kind_of(node)
-    if kind is None or (kind.is_batched and not is_batch_of_one(node)):
-        return False
-    return not kind.is_grouped or form_of(node) is not None
+    return kind is not None and not kind.is_grouped and (not kind.is_batched or is_batch_of_one(node))
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -14,7 +14,7 @@ from fp8pass.api import parts_of, state
 from fp8pass.errors import CheckpointMismatchError, OptionError
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
-from fp8pass.recipes.recipe import in_words
+from fp8pass.recipes.recipe import in_words, is_int
 from fp8pass.rules import Rules
 from fp8pass.runtime.session import Session
 from fp8pass.scales.reduction import is_distributed
@@ -40,7 +40,7 @@ def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> Com
 
 def check_monitor(every: object) -> None:
     """Raise OptionError unless `every` is a number of steps, or None for no monitor."""
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+    if every is not None and (not is_int(every) or every < 1):
         raise OptionError(f"monitor is {every!r}; use a positive int: 100 measures every hundredth step, or None")
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar, dataclass_transform, get_args
 
 import torch
 
@@ -144,8 +144,8 @@ def check(recipe: Any, option: str, is_right: bool, fix: str) -> None:
         raise RecipeError(f"{type(recipe).__name__}({option}={getattr(recipe, option)!r}): {fix}")
 
 
-def is_int(value: object) -> bool:
-    """True for an int that is no bool."""
+def is_int(value: object) -> TypeGuard[int]:
+    """True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -15,9 +15,9 @@ from fp8pass.graph.gemms import (
     GraphContext,
     GraphInput,
     form_of,
-    has_fp8_counterpart,
     is_batched,
     is_matmul,
+    is_of_one_pair,
     kind_of,
     num_groups,
     offs_of,
@@ -196,7 +196,7 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
     """For both operands of a matmul the value and whether the product reads its transpose; none if it cannot be rewritten. A
     product over the rows of groups reads them along the rows of a matrix, a sum over them along the columns of a."""
     kind, form, offs = kind_of(node), form_of(node), offs_of(node)
-    if kind is None or not (form is not None or has_fp8_counterpart(node)):
+    if kind is None or not (form is not None or is_of_one_pair(node)):
         return []
     first, second = operands_of(node)
     if form is None or offs is None:

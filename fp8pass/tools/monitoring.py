@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fp8pass.errors import OptionError
 from fp8pass.inputs import STATISTICS, BoundInputs, ExtraInput, InputProvider, Measured, MonitorRow, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes.recipe import is_int
 from fp8pass.rules import SAVED
 from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.reduction import is_distributed
@@ -382,7 +383,7 @@ def _age(session: Session, row: MonitorRow) -> int | None:
 
 def start(parts: Sequence[Part], every: object, log: object, products: object) -> Monitor:
     """A monitor of these parts of a model. Raises OptionError."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    if not is_int(every) or every < 1:
         raise OptionError(f"every is {every!r}; use a positive int: 1 measures every step, 100 every hundredth")
     if log is not None and not callable(log):
         raise OptionError(f"log is {log!r}, a {type(log).__name__}; pass a function of a dict, such as wandb.log, or None")

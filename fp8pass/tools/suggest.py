@@ -20,6 +20,7 @@ from fp8pass.graph.origin import joined
 from fp8pass.graph.values import by_key
 from fp8pass.options import CompileOptions, SavedActivations
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.recipes.recipe import is_int
 from fp8pass.tools.tables import as_text, make_table
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _check(model: object, step: object, keep: object, checks: object) -> None:
         raise OptionError(f"step is {step!r}; pass a function that takes the model and returns the loss")
     if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
         raise OptionError(f"keep is {keep!r}; use a share of the FLOPs from 0 to 1, such as 0.9")
-    if isinstance(checks, bool) or not isinstance(checks, int) or checks < 0:
+    if not is_int(checks) or checks < 0:
         raise OptionError(f"checks is {checks!r}; use a number of GEMMs to measure, 0 or more")
     check_ranks(model)
 

@@ -191,7 +191,7 @@ def test_forms_of_grouped_gemms(case):
     node = graph.call_function(aten._grouped_mm.default, (x, w, *([offs] if has_offs else [])))
     node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form != "rows" else torch.empty(sizes[:2])
     assert gemms.form_of(node) is form
-    assert gemms.has_fp8_counterpart(node) == (form is not None)
+    assert not gemms.is_of_one_pair(node)
     assert gemms.sizes_of(node) == sizes
     assert gemms.num_groups(node) == groups
     assert (gemms.offs_of(node) is not None) == has_offs
