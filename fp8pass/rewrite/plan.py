@@ -350,7 +350,7 @@ def share_scales(plan: Plan) -> Plan:
     for decision in plan.rewritten:
         if decision.site.role == "output":
             for weight, other in (decision.copies[::-1], decision.copies):
-                place = place_of(decision.site.module)
+                place = place_among_siblings(decision.site.module)
                 if weight.quantization.fused and place is not None and len(copies[weight.tensor]) == 1:
                     key = (place[0], other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
                     found.setdefault(key, {})[weight.tensor] = None
@@ -362,7 +362,7 @@ Siblings = tuple[str, str, frozenset[str]]
 """Modules that engines fuse: their path before and behind the name, such as peft's `base_layer`, and the names of all."""
 
 
-def place_of(module: str) -> tuple[Siblings, str] | None:
+def place_among_siblings(module: str) -> tuple[Siblings, str] | None:
     """The place of a module among those that engines fuse, and its own name; None for others."""
     parts = module.split(".")
     last = next((i for i in reversed(range(len(parts))) if parts[i] in _GROUP_OF), None)

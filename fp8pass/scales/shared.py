@@ -38,7 +38,7 @@ class SharedBuffers:
         self.num_columns = end
         self._members = [weakref.ref(store) for store in stores]
         for start, store in zip(starts, stores, strict=True):
-            store.move_to(self.buffers.part(start, store.capacity), self)
+            store.move_to(self.buffers.column_views(start, store.capacity), self)
             _moves[store] = _moves.get(store, 0) + 1
 
     @property

@@ -58,7 +58,7 @@ class Buffers:
             count = zeros(entries, dtype=torch.int32)
             return cls(zeros(length, entries), ones(entries), ones(entries), count, zeros(entries))
 
-    def part(self, first: int, entries: int) -> Buffers:
+    def column_views(self, first: int, entries: int) -> Buffers:
         """Views of neighbouring columns."""
         where = slice(first, first + entries)
         return Buffers(*(getattr(self, field.name)[..., where] for field in dataclasses.fields(self)))
@@ -163,7 +163,7 @@ class DelayedStore:
             self._indices[names] = (self.layout, index)
         return index
 
-    def part(self, names: Sequence[str]) -> None:
+    def separate(self, names: Sequence[str]) -> None:
         """Let names of `names`, the tensors of one graph, that stand for another tensor be tensors again: inputs and gradients
         that were one on another way through the model, and weights that were tied and are not, as the graph has both. One of
         tied weights alone is the other."""

@@ -212,7 +212,7 @@ class Stores(InputProvider):
         names = [name for name, _ in tensors]
         counts = dict(zip(names, [1] * len(names) if entries is None else entries, strict=True))
         with self.lock:
-            store.part(names)
+            store.separate(names)
             # Experts were added or removed: which, their scales do not tell.
             changed = [name for name, count in counts.items() if name in store and store.entries(name) != count]
             _check_restored(store, names)

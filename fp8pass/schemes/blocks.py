@@ -167,7 +167,7 @@ class BlockScheme(Scheme):
         ready = cursor.call(ops.gemm_ready.default, data, scales, **kind(quantization), **sides)
         return cursor.item(ready, 0), cursor.item(ready, 1)
 
-    def spread(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
+    def compact_factors(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
         if value_of(scales).dtype != torch.float32:
             scales = cursor.call(aten.view.dtype, scales, torch.float8_e8m0fnu)
             scales = cursor.call(torch.ops.prims.convert_element_type.default, scales, torch.float32)
@@ -213,7 +213,7 @@ class BlockScheme(Scheme):
     def gemm_options(self, device: torch.device) -> dict[str, Any]:
         return {"implementation": "mxfp8"} if not self._is_mx and hardware.has_mx_scaled_mm(device) else {}
 
-    def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+    def ready_factors(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         block = quantization.granularity.block
         assert block is not None
         scales = self._scale_values(cursor, data, scale_inv, quantization)

@@ -177,7 +177,7 @@ def bytes_and_scales(
         return stacked(of_each)
     rows, cols = shape
     q: Any = data
-    factors: Any = scheme_of(quantization).scales_of_values(_EAGER, q, scale_inv, quantization)
+    factors: Any = scheme_of(quantization).ready_factors(_EAGER, q, scale_inv, quantization)
     factors = factors.expand(data.shape)
     if layout.columnwise:
         data, factors = data.t(), factors.t()
@@ -249,6 +249,6 @@ def ready(data: Any, scales: Any, quantization: Quantization, layout: Layout) ->
 
 def compact_values(data: Any, scales: Any, quantization: Quantization) -> torch.Tensor:
     """float32 values of a compact copy."""
-    factors: Any = scheme_of(quantization).spread(_EAGER, data, scales, quantization)
+    factors: Any = scheme_of(quantization).compact_factors(_EAGER, data, scales, quantization)
     values: torch.Tensor = data.float().mul_(factors)
     return values

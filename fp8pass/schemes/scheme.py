@@ -150,8 +150,8 @@ class Scheme(abc.ABC):
         """A copy of a value as a GEMM reads it, and its scales, of a compact one."""
         raise NotImplementedError(f"{type(self).__name__} has no copies that travel with scales")
 
-    def spread(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
-        """float32 scales of the values of a compact copy, of its shape or of one that broadcasts to it."""
+    def compact_factors(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
+        """float32 factors of the values of a copy as it travels, [rows, columns], or what broadcasts to that."""
         return scales
 
     # -- casts and GEMMs
@@ -185,12 +185,12 @@ class Scheme(abc.ABC):
     def dequantize(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
         """float32 values of a copy, [outer, inner] with its padding."""
         values = cursor.call(prims.convert_element_type.default, data, torch.float32)
-        return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, data, scale_inv, quantization))
+        return cursor.call(aten.mul.Tensor, values, self.ready_factors(cursor, data, scale_inv, quantization))
 
     def transposed_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
         """`scale_inv` of the other orientation of a copy that can be transposed."""
         return made.scale_inv
 
-    def scales_of_values(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
-        """The factors of the values of a copy, float32: of its shape, or of one that broadcasts to it."""
+    def ready_factors(self, cursor: Cursor, data: fx.Node, scale_inv: fx.Node, quantization: Quantization) -> fx.Node:
+        """float32 factors of the values of a copy as a GEMM reads it, [outer, inner], or what broadcasts to that."""
         return scale_inv

@@ -19,7 +19,7 @@ from torch import fx
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.origin import ADAPTER, family
-from fp8pass.rewrite.plan import Siblings, place_of
+from fp8pass.rewrite.plan import Siblings, place_among_siblings
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, Rule
@@ -580,7 +580,7 @@ def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
     """The weights that have one scale together: siblings in braces, equal layers once."""
     groups: dict[Siblings, list[str]] = {}
     for gemm in gemms:
-        place = place_of(gemm.module) if gemm.shares_scale else None
+        place = place_among_siblings(gemm.module) if gemm.shares_scale else None
         if place is not None and place[1] not in groups.setdefault(place[0], []):
             groups[place[0]].append(place[1])
     counts = Counter(family(f"{before}{{{','.join(names)}}}{behind}") for (before, behind, _), names in groups.items())

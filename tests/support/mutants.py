@@ -168,7 +168,7 @@ MUTANTS: list[Mutant] = [
     *_of("scales/stores.py", "fp8pass/test_state.py -k outgrown",
         ("growth is not seen", "if store.layout != layout:", "if False:")),
     *_of("scales/stores.py", "fp8pass/test_state_edges.py",
-        ("tensors that were one share a scale for good", "            store.part(names)\n", "")),
+        ("tensors that were one share a scale for good", "            store.separate(names)\n", "")),
     *_of("scales/store.py", "fp8pass/test_state_edges.py",
         ("a tensor that is alone has the scale of another", " or not _is_weight(name)", ""),
         ("another name hides a tensor", "(alias not in self._column or _is_weight(alias))", "True")),

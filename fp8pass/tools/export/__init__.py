@@ -34,7 +34,7 @@ from fp8pass.graph.origin import family
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.session import Part
 from fp8pass.scales.reduction import is_first_rank
-from fp8pass.tools.export.contents import Contents, Entry, Gather, Layer, Made, Written, plan_contents, whole
+from fp8pass.tools.export.contents import Contents, Entry, Layer, MakeWhole, NamedTensors, Written, plan_contents, whole
 from fp8pass.tools.export.formats import ScaleKind, format_called
 from fp8pass.tools.export.weights import is_pretrained, output_embedding
 
@@ -172,7 +172,7 @@ def write_folder(
 
 
 def _write_on_one(
-    contents: Contents, model: nn.Module, path: pathlib.Path, max_shard_bytes: int, gather: Gather
+    contents: Contents, model: nn.Module, path: pathlib.Path, max_shard_bytes: int, gather: MakeWhole
 ) -> tuple[list[str], list[str]]:
     """Write everything; returns the names of the files of tensors, and remarks."""
     from rich.console import Console
@@ -298,7 +298,7 @@ def write_files(
     config: Mapping[str, Any],
     tied: Mapping[str, str],
     renamed: Mapping[str, Entry],
-    gather: Gather,
+    gather: MakeWhole,
     advance: Callable[[Layer], None],
 ) -> list[str]:
     """Write files of tensors, their indices and config.json. They get their names, and those of an earlier export are removed,
@@ -341,7 +341,7 @@ def write_files(
 def _holding(layer: Layer, names: Collection[str], held: dict[str, torch.Tensor]) -> Layer:
     """A layer that puts some of its tensors in `held` as they are made."""
 
-    def make(gather: Gather) -> Made:
+    def make(gather: MakeWhole) -> NamedTensors:
         for name, tensor in layer.make(gather):
             if name in names:
                 held[name] = tensor
@@ -353,7 +353,7 @@ def _holding(layer: Layer, names: Collection[str], held: dict[str, torch.Tensor]
 def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> Layer:
     """The held tensors under other names."""
 
-    def make(gather: Gather) -> Made:
+    def make(gather: MakeWhole) -> NamedTensors:
         full = functools.partial(torch.full, dtype=torch.float32)
         return ((its_name, full(like.shape, held[name].item())) for name, (its_name, like) in renamed.items())
 
@@ -369,7 +369,7 @@ def _index(entries: Sequence[tuple[Entry, str]]) -> dict[str, Any]:
 
 
 def _write(
-    file: IO[bytes], layers: Sequence[Layer], metadata: Mapping[str, str], gather: Gather, advance: Callable[[Layer], None]
+    file: IO[bytes], layers: Sequence[Layer], metadata: Mapping[str, str], gather: MakeWhole, advance: Callable[[Layer], None]
 ) -> None:
     entries = [entry for layer in layers for entry in layer.entries]
     header: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -18,7 +18,7 @@ import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.graph.origin import family
 from fp8pass.recipes import Granularity, Quantization
-from fp8pass.rewrite.plan import Siblings, place_of
+from fp8pass.rewrite.plan import Siblings, place_among_siblings
 from fp8pass.runtime.session import Part
 from fp8pass.schemes.eager import bytes_and_scales, quantize_weight
 from fp8pass.tools.export.formats import CheckpointFormat, ScaleKind, ScaleNames, StoredScheme, is_skipped, kind_of
@@ -41,8 +41,8 @@ from fp8pass.weights.released import copies_of as released_copies
 from lowering.copies import stacked
 from lowering.formats import BLOCK, E4M3
 
-Made = Iterator[tuple[str, torch.Tensor]]
-Gather = Callable[[torch.Tensor], torch.Tensor]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+MakeWhole = Callable[[torch.Tensor], torch.Tensor]
 
 
 Entry = tuple[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Layer:
 
     name: str
     entries: tuple[Entry, ...]
-    make: Callable[[Gather], Made]  # Makes the tensors in the order of `entries`, of a function's results for `sources`.
+    make: Callable[[MakeWhole], NamedTensors]  # Makes them in the order of `entries`, of a function's results for `sources`.
     sources: tuple[torch.Tensor, ...]  # The tensors that they are made of, in the order in which those are read.
 
     @property
@@ -63,7 +63,7 @@ class Layer:
         """Bytes of all entries."""
         return sum(like.nbytes for _, like in self.entries)
 
-    def tensors(self, gather: Gather) -> Made:
+    def tensors(self, gather: MakeWhole) -> NamedTensors:
         """The tensors, checked against the entries. gather: makes a source whole, such as `whole`."""
         for (planned, like), (name, tensor) in zip(self.entries, self.make(gather), strict=True):
             if (name, tensor.dtype, tensor.shape) != (planned, like.dtype, like.shape):
@@ -287,7 +287,7 @@ def _unequal_projections(written: Iterable[Written], kept: Iterable[str]) -> lis
     rows = {w.name: w.shape[0] for w in written}
     groups: dict[Siblings, dict[str, str]] = {}
     for name in scales:
-        if name.endswith(".weight") and (place := place_of(_module(name))) is not None:
+        if name.endswith(".weight") and (place := place_among_siblings(_module(name))) is not None:
             groups.setdefault(place[0], {})[place[1]] = name
     found: Counter[str] = Counter()
     for (before, behind, _), members in groups.items():
@@ -317,7 +317,7 @@ def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mappin
     entries = [entry for s in here for entry in _entries(s, fmt)]
     entries += to_disk(model, shapes).items()
 
-    def make(gather: Gather) -> Made:
+    def make(gather: MakeWhole) -> NamedTensors:
         for s in here:
             yield from _tensors(s, fmt, gather)
         yield from to_disk(model, {name: gather(t) for name, t in others.items()}).items()
@@ -370,7 +370,7 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
             yield input_name, fmt.stored_scale(s.scheme, _empty(()))
 
 
-def _tensors(s: Stored, fmt: CheckpointFormat, gather: Gather) -> Made:
+def _tensors(s: Stored, fmt: CheckpointFormat, gather: MakeWhole) -> NamedTensors:
     """Data, scales and the scale of the input, for each piece."""
     is_hollow = bool(released_copies(s.parameter))
     weight = s.parameter if is_hollow else gather(s.parameter).to(s.weight.dtype)
