@@ -33,9 +33,9 @@ def lowerings() -> dict[Any, Callable[..., Any]]:
     """Operation -> its lowering, of all kinds of scaling."""
     from torch._inductor.lowering import make_pointwise
 
-    from lowering.inductor import blockwise, elementwise, rowwise, statistics, tensorwise
+    from lowering.inductor import blockwise, elementwise, gemm, rowwise, statistics, tensorwise
 
-    rooms: list[Any] = [tensorwise, rowwise, blockwise, statistics]
+    rooms: list[Any] = [tensorwise, rowwise, blockwise, gemm, statistics]
     found = {operation: function for room in rooms for operation, function in room.LOWERINGS.items()}
     return found | {torch.ops.lowering.sigmoid.default: make_pointwise(elementwise.sigmoid)}
 

@@ -1,4 +1,4 @@
-"""Lowerings of casts that compute scales, in rows above all, and of scaled_mm.
+"""The lowering of casts that compute scales, in rows above all.
 
 NOTE [two reads] A scale needs its whole row or column, so what is quantized is read, or computed, twice; unless a kernel holds
 the row. The copy and the producer of x decide.
@@ -15,7 +15,6 @@ the row. The copy and the producer of x decide.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,25 +22,19 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.virtualized import ops
 
 from lowering.copies import CastOptions, by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
-from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import blockwise, buffers, elementwise
 from lowering.inductor.blockwise import BLOCKS_OF_128, copy_of_lines, lines_of
 from lowering.inductor.buffers import facts_of
 from lowering.inductor.tensorwise import (
     Matrix,
-    is_legal,
     is_tiled,
-    lower_product,
     row_amaxes,
     tile_copies,
-    torch_gemm,
     transposed_copy,
 )
-from lowering.products import Product
 from lowering.rowwise.reference import scale_slices
 
 lowering_ops = torch.ops.lowering
@@ -173,61 +166,4 @@ def lower_cast_with_scales(xs: Boxes, dtype: torch.dtype, **options: Any) -> Box
     return by_output([_copies(x, dtype, cast) for x in xs])
 
 
-# -- the GEMM
-
-
-def lower_scaled_mm(*operands: Any, implementation: str = "auto", **options: Any) -> Any:
-    """aten._scaled_mm, with the scales of rows, or with a scale of 1 and generated code behind it (NOTE [scales after the
-    GEMM]); where neither is legal, and with scales of blocks, our op."""
-    given: Any = Product(*operands, **options)
-    call = functools.partial(buffers.call_operation(lowering_ops.scaled_mm.default), *operands, **options)
-    if given.granularities[0].block is not None:
-        return call(implementation=implementation)
-    if not (given.scale_inv_a.get_size() or given.scale_inv_b.get_size()):
-        return lower_product(given)
-    device, rows = given.a.get_device(), Granularity.ROW_WISE
-    gemm = Gemm(given.a.get_dtype(), given.b.get_dtype(), rows, rows, given.out_dtype)
-    if rows_refusal(gemm, device, given.fast_accum) is None and is_legal(given.a, given.b, given.bias, given.out_dtype, rows):
-        of_a = _per_line(given.scale_inv_a, given.a.get_size()[0])
-        of_b = lowerings[torch.ops.aten.permute.default](_per_line(given.scale_inv_b, given.b.get_size()[1]), [1, 0])
-        return torch_gemm(given, of_a, of_b, without_gaps=needs_dense_rows(device))
-    if is_legal(given.a, given.b, None, torch.float32):
-        return _scaled_afterwards(given)
-    return call()
-
-
-def _scaled_afterwards(given: Any) -> ir.TensorBox:
-    """The per-tensor GEMM with scale 1 into float32; its scales, the bias and the rounding join the code that reads it."""
-    one = buffers.one(given.a.get_device())
-    plain = dataclasses.replace(given, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32)
-    out = lower_product(plain)
-    load, (m, n) = out.make_loader(), out.get_size()
-    scales_a, scales_b = (scale_inv.make_loader() for scale_inv in (given.scale_inv_a, given.scale_inv_b))
-    of_row = (lambda row: scales_a([row, 0])) if given.scale_inv_a.get_size() else (lambda row: scales_a([]))
-    of_col = (lambda col: scales_b([col, 0])) if given.scale_inv_b.get_size() else (lambda col: scales_b([]))
-    bias = None if given.bias is None else given.bias.make_loader()
-
-    def scaled(index: Any) -> Any:
-        row, col = index
-        value = ops.mul(ops.mul(load(index), of_row(row)), of_col(col))
-        if bias is not None:
-            value = ops.add(value, ops.to_dtype(bias([col]), torch.float32))
-        return ops.to_dtype(value, given.out_dtype)
-
-    return ir.TensorBox.create(buffers.pointwise(given.a.get_device(), given.out_dtype, scaled, [m, n]))
-
-
-def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
-    """The scales [lines, 1] in memory; a scalar is repeated."""
-    if scale_inv.get_size():
-        return scale_inv
-    scale_inv.realize()
-    load = scale_inv.make_loader()
-    loops = buffers.pointwise(scale_inv.get_device(), torch.float32, lambda index: load([]), [lines, 1])
-    return ir.TensorBox(buffers.realize_ordered(loops, [1, 1]))
-
-
-LOWERINGS = {
-    lowering_ops.cast_with_scales.default: lower_cast_with_scales,
-    lowering_ops.scaled_mm.default: lower_scaled_mm,
-}
+LOWERINGS = {lowering_ops.cast_with_scales.default: lower_cast_with_scales}

@@ -14,10 +14,6 @@ NOTE [where a cast runs] The producer of x decides.
 
 x itself is written only if something else needs it.
 
-NOTE [the GEMM] On CUDA torch's scaled GEMM is an extern kernel of Inductor's, where the hardware's rules are met. Not through
-Inductor's lowering of aten._scaled_mm: that one times Triton templates at compile time even without max-autotune, and does
-not take scalar scales.
-
 One kernel takes the partial amaxes of every tensor of a graph, whatever their number and sizes.
 """
 
@@ -28,20 +24,15 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.kernel.mm import aten__fp8_mm
-from torch._inductor.kernel.mm_common import mm_args
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import V, ops
 
 from lowering.copies import CastOptions
-from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to_alignment
-from lowering.hardware import Gemm, refusal, size_multiples
+from lowering.formats import BLOCK, GEMM_ALIGNMENT, pad_to_alignment
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
-from lowering.trials import ALIGNMENT_BYTES
 
 lowering_ops = torch.ops.lowering
 
@@ -322,77 +313,6 @@ def lower_scales_from_amax(
     both.realize()
     select = lowerings[torch.ops.aten.select.int]
     return select(both, 0, 0), select(both, 0, 1)
-
-
-def lower_product(given: Any) -> Any:
-    """aten._scaled_mm with scalar scales if it is legal; else our op, which copies operands into a legal form."""
-    if is_legal(given.a, given.b, given.bias, given.out_dtype):
-        return torch_gemm(given, given.scale_inv_a, given.scale_inv_b)
-    how = {"out_dtype": given.out_dtype, "fast_accum": given.fast_accum}
-    return call_operation(torch.ops.lowering.scaled_mm.default)(*given.operands, **how)
-
-
-def torch_gemm(given: Any, scale_a: ir.TensorBox, scale_b: ir.TensorBox, without_gaps: bool = False) -> Any:
-    """aten._scaled_mm of a legal product, with its scales as torch takes them."""
-    layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype, without_gaps=without_gaps)
-    inputs = [a, b, *realize_inputs(scale_a, scale_b), *addends]
-    return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
-
-
-def is_legal(
-    a: ir.TensorBox,
-    b: ir.TensorBox,
-    bias: ir.TensorBox | None,
-    out_dtype: torch.dtype,
-    granularity: Granularity = Granularity.TENSOR_WISE,
-) -> bool:
-    """True if torch's GEMM takes this, for all values of symbolic sizes; `laid_out` makes the strides right."""
-    known = V.graph.sizevars
-    (m, k), n = a.get_size(), b.get_size()[1]
-    empty = {name: 0 for name, size in (("m", m), ("n", n), ("k", k)) if known.statically_known_equals(size, 0)}
-    bias_dtype = None if bias is None else bias.get_dtype()
-    gemm = Gemm(a.get_dtype(), b.get_dtype(), granularity, granularity, out_dtype, bias_dtype, **empty)
-    multiples = zip((m, n, k), size_multiples(gemm), strict=True)
-    is_aligned = all(multiple == 1 or known.statically_known_multiple_of(size, multiple) for size, multiple in multiples)
-    return is_aligned and refusal(gemm, a.get_device()) is None
-
-
-def laid_out(
-    a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype, *, without_gaps: bool = False
-) -> tuple[ir.Layout, Any, Any, list[Any]]:
-    """The layout of the output, and the operands as cuBLASLt reads them: a row-major, b column-major, rows and addresses of
-    whole 16 bytes, the bias dense. What comes otherwise is copied; what Inductor has yet to lay out gets these strides.
-    without_gaps: lines along K begin where the ones before them end."""
-    _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
-    addends = [] if bias is None else [_with_strides(realize_inputs(bias), [0])]
-    return layout, _with_strides(a, [1, 0], without_gaps), _with_strides(b, [0, 1], without_gaps), addends
-
-
-def _with_strides(x: Any, order: list[int], without_gaps: bool = False) -> ir.IRNode:
-    x = ir.ExternKernel.require_stride_order(x, order)
-    if without_gaps:
-        x = ir.ExternKernel.require_exact_strides(x, _packed(x.get_size(), order))
-    return x if _is_aligned(x) else ir.ExternKernel.require_stride_order(ir.ExternKernel.copy_input(x), order)
-
-
-def _packed(size: Any, order: list[int]) -> list[Any]:
-    """The strides without gaps of a matrix whose dimension of order 0 is the innermost one."""
-    inner = order.index(0)
-    return [1 if d == inner else size[inner] for d in range(2)]
-
-
-def _is_aligned(x: ir.IRNode) -> bool:
-    """True if every row begins at a multiple of 16 bytes, and a vector has no gaps."""
-    layout, itemsize = x.get_layout(), x.get_dtype().itemsize
-    *rows, inner = sorted(layout.stride, key=lambda stride: stride == 1)
-    starts = (layout.offset, *rows)
-    known = V.graph.sizevars
-    is_dense = known.statically_known_equals(inner, 1) or known.statically_known_equals(layout.size[-1], 1)
-    # Inductor takes results of operations with an unaligned argument, such as a scale, for unaligned. Ours are new tensors.
-    is_ours = x.get_dtype() in FP8_MAX and x.get_name() not in V.graph.graph_inputs
-    is_base_aligned = is_ours or x.get_name() not in V.graph.unaligned_buffers
-    multiples = all(known.statically_known_multiple_of(start * itemsize, ALIGNMENT_BYTES) for start in starts)
-    return is_base_aligned and is_dense and multiples
 
 
 def lower_load_scales(scale: ir.TensorBox, slots: ir.TensorBox, count: int) -> tuple[ir.TensorBox, ir.TensorBox]:
