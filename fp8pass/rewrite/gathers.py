@@ -232,7 +232,7 @@ def _send_bytes(graph: fx.Graph, gather: Gather) -> None:
     gathered = cursor.call(c10d.all_gather_into_tensor.default, sent, *collective.args[1:])
     waited = cursor.at(wait, cursor.backward).call(c10d.wait_tensor.default, gathered)
     for new, old in ((gathered, collective), (waited, wait)):
-        new.meta = {key: value for key, value in old.meta.items() if key != "tensor_meta"} | {"val": new.meta["val"]}
+        new.meta = {key: held for key, held in old.meta.items() if key != "tensor_meta"} | {"val": new.meta["val"]}
     wait.target, wait.args = aten.view.dtype, (waited, value_of(wait).dtype)
     min(wait.users).prepend(wait)  # the gather of a bucket may come behind all waits
     graph.erase_node(collective)
