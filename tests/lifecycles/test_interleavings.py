@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import functional_call
 from torch.utils import checkpoint
 
 from tests.lifecycles.harness import Entry, check
@@ -107,6 +108,21 @@ class Session:
         self.look(number, (torch.no_grad, torch.inference_mode)[number % 2])
         self.backward([loss])
 
+    def functional(self, number):
+        """Other tensors in the places of the Parameters, for an evaluation or for a step that gives them its gradients."""
+        others = {
+            n: (p.detach() * (1, 1.5)[number % 2]).requires_grad_(p.requires_grad) for n, p in self.call.named_parameters()
+        }
+        x = self.x(number)
+        with contextlib.nullcontext() if number % 3 else torch.no_grad():
+            loss = loss_of(functional_call(self.call, others, (x, number % 2 == 0, len(self.model.added))), x)
+        if loss.requires_grad:
+            loss.backward()
+            found = {n.removeprefix("_orig_mod."): t.grad for n, t in others.items() if t.grad is not None}
+            self.fp8.note(**{f"functional {name}": gradient for name, gradient in found.items()})
+        self.fp8.note(functional=loss)
+        self.fp8.end_step(self.call)
+
     def forward_alone(self, number):
         self.fp8.note(given_up=self.forward(number))
 
@@ -184,7 +200,7 @@ RULES = (
 )  # fmt: skip
 OPERATIONS = (
     "train", "microbatches", "forwards_then_backwards", "checkpointed", "checkpointed_later", "evaluate", "evaluate_midway",
-    "forward_alone", "fail", "add", "replace", "remove", "insert", "exchange", "write", "freeze", "switch",
+    "functional", "forward_alone", "fail", "add", "replace", "remove", "insert", "exchange", "write", "freeze", "switch",
     "save", "resume",
 )  # fmt: skip
 
