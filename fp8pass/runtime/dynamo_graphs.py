@@ -186,11 +186,18 @@ def modules_in_call(code: CodeType | None, paths: Sequence[tuple[str, str]]) -> 
 
 def _innermost(frame: Any, outer: FrameType | None) -> Held:
     """The module that is `self` in a frame, or in the nearest of the outer ones where a module is."""
-    while not isinstance(value := frame.f_locals.get("self"), nn.Module):
+    while not isinstance(value := _self_of(frame), nn.Module):
         if outer is None:
             return ()
         frame, outer = outer, outer.f_back
     return ((*INNERMOST, weakref.ref(value)),)
+
+
+def _self_of(frame: Any) -> Any:
+    """The value of `self` where a frame has that variable. No other frame is read: before Python 3.13, reading the locals of a
+    frame keeps their values alive until it ends."""
+    code: CodeType = frame.f_code
+    return frame.f_locals.get("self") if "self" in code.co_varnames or "self" in code.co_freevars else None
 
 
 def _modules_at(path: tuple[str, str], frame: Any) -> Held:

@@ -168,7 +168,7 @@ class DynamoGraph:
         whole = None if has_break else code
         self.inputs = describe_inputs(gm.graph, session.root(), session.options.fsdp_gather is not None, whole)
         self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
-        traced: Held = () if self._positions else modules_in_trace(gm)
+        traced: Held = () if self._positions or session.root() is None else modules_in_trace(gm)
         self.placement = session.names.place(self.inputs, real_inputs(gm.graph), traced)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]

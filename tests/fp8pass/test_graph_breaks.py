@@ -1,6 +1,7 @@
 """Graph breaks and regional compilation: one graph serves many layers, each layer has its own histories and names."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -195,3 +196,16 @@ def test_layers_under_fsdp1_have_names_and_histories_as_without_it():
         assert_told_apart(outputs_and_scales(FullyShardedDataParallel(model, **how)), expected)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("model", [lambda x: (x @ x.t()).relu(), Stack(Attention() for _ in range(2))])
+def test_reading_frames_keeps_no_tensor_of_the_training_loop(model):
+    """Before Python 3.13 the locals of a frame that are read live as long as it."""
+    compiled, seen = fp8(model, select="all"), []
+    for _ in range(2):
+        x = torch.randn(16, 64, requires_grad=True)
+        loss = compiled(x).sum()
+        loss.backward()
+        seen += [weakref.ref(x), weakref.ref(loss)]
+        del x, loss
+        assert [reference() for reference in seen] == [None] * len(seen)
