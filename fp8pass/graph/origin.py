@@ -16,8 +16,8 @@ from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTI
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
 _CONTAINERS = re.compile(r"\.(?:__dict__|_modules|_parameters|_buffers)(?=\.|$)")
-#: A method of an object belongs to it: `self.forward.__self__` is `self`.
-_METHODS = re.compile(r"\.\w+(?:\._torchdynamo_inline)?\.__self__(?=\.|$)")
+#: A method of an object belongs to it: `self.forward.__self__` is `self`, and a method in a variable is its object.
+_METHODS = re.compile(r"(?:\.\w+)??(?:\._torchdynamo_inline)?\.__self__(?=\.|$)")
 _PLAIN = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

@@ -204,6 +204,7 @@ def _modules_at(path: tuple[str, str], frame: Any) -> Held:
     """The module on the way from a frame's variable along a dotted path below which the way leads from child to child."""
     variable, below = path
     value, parts = frame.f_locals.get(variable, frame.f_globals.get(variable)), below.split(".") if below else []
+    value = value.__self__ if inspect.ismethod(value) else value
     for i, part in enumerate((*parts, "")):
         if isinstance(value, nn.Module) and _leads_down(value, parts[i:]):
             return ((variable, ".".join(parts[:i]), weakref.ref(value)),)
@@ -225,8 +226,9 @@ def _attribute_or_item(value: Any, name: str) -> Any:
         return value[int(name)] if name.isdigit() and int(name) < len(value) else None
     if isinstance(value, nn.Module) and name in value._modules:
         return value._modules[name]
-    is_stored_in_slot = inspect.ismemberdescriptor(getattr(type(value), name, None))
-    return getattr(value, name, None) if is_stored_in_slot or name == "__self__" else getattr(value, "__dict__", {}).get(name)
+    if inspect.ismemberdescriptor(getattr(type(value), name, None)):  # a slot
+        return getattr(value, name, None)
+    return getattr(value, "__dict__", {}).get(name)
 
 
 def traced_code() -> CodeType | None:
