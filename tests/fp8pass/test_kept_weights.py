@@ -377,5 +377,5 @@ def test_a_weight_that_is_one_matrix_in_a_graph_and_several_in_another():
         return found, shapes
 
     (cached, shapes), (wanted, _) = run("cache"), run("save")
-    assert shapes == {(2,), (2, 16)}
+    assert shapes == {(2,)}, "the pass makes one product of them"
     assert same(cached, wanted)
