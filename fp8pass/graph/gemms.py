@@ -58,7 +58,9 @@ _GRADIENT_PAIRS = {
     )
 }
 #: torch's fast path for inference: operations that compute several GEMMs, and attention between them.
-_FAST_PATH = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+FAST_PATH = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
+#: How a model leaves torch's fast path.
+NO_FAST_PATH = "torch.backends.mha.set_fastpath_enabled(False) before the first call"
 #: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
 _WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear", "trilinear"})
 
@@ -99,12 +101,12 @@ def is_matmul(node: fx.Node) -> bool:
     namespace, _, name = full_name.partition("::")
     if namespace == "lowering" or full_name in _GRADIENT_PAIRS:  # of a pair the outputs are the GEMMs
         return False
-    return full_name in _FAST_PATH or not _WORDS.isdisjoint(name.split("_"))
+    return full_name in FAST_PATH or not _WORDS.isdisjoint(name.split("_"))
 
 
 def is_fast_path(node: fx.Node) -> bool:
     """Tell whether a node is an operation of torch's fast path for transformer layers in inference: several GEMMs in one."""
-    return _name_of(node) in _FAST_PATH
+    return _name_of(node) in FAST_PATH
 
 
 def is_scaled_gemm(node: fx.Node) -> bool:

@@ -18,7 +18,16 @@ from torch import fx
 from fp8pass.cost import Device, Estimate
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.gathers import Gather, is_gathered
-from fp8pass.graph.gemms import GemmSite, Sharded, addend_of, has_group_bias, is_fast_path, name_tensors, operands_of
+from fp8pass.graph.gemms import (
+    NO_FAST_PATH,
+    GemmSite,
+    Sharded,
+    addend_of,
+    has_group_bias,
+    is_fast_path,
+    name_tensors,
+    operands_of,
+)
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue, Operand, by_key, same_size, value_of
 from fp8pass.inputs import USUAL, Measured
@@ -271,8 +280,7 @@ def _obstacle(site: GemmSite) -> Reason | None:
     if site.within:
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} in a branch or body of {site.within}, which is not rewritten")
     if is_fast_path(site.node):
-        fix = "torch.backends.mha.set_fastpath_enabled(False) before the first call"
-        why = f"all GEMMs of the layer in one operation, torch's fast path for inference. To run them in FP8: {fix}"
+        why = f"all GEMMs of the layer in one operation, torch's fast path for inference. To run them in FP8: {NO_FAST_PATH}"
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")
     if not site.operands:
         why = "torch has no batched FP8 GEMM" if site.is_batched else "this operation has no FP8 counterpart"

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowering
 from fp8pass.errors import Reason, ReasonKind, ReleasedWeightError
-from fp8pass.graph.gemms import GraphInput
+from fp8pass.graph.gemms import FAST_PATH, NO_FAST_PATH, GraphInput
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights import released
@@ -122,7 +122,8 @@ class Releases:
         for i, operation in reads.items():
             if i < len(inputs) and inputs[i].is_parameter and isinstance(args[i], torch.Tensor):
                 if type(args[i]) is nn.Parameter and is_released(args[i]):
-                    raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}")
+                    fix = f". To run this layer on the copies: {NO_FAST_PATH}" if f"aten::{operation}" in FAST_PATH else ""
+                    raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}{fix}")
                 self._readers.setdefault(id(args[i]), operation)
 
     def _release(self, used: Mapping[int, nn.Parameter], has_breaks: bool) -> None:

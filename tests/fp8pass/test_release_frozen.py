@@ -238,6 +238,25 @@ def test_uncompiled_models_have_their_values_and_other_compiled_ones_find_the_co
 # -- what keeps its values
 
 
+def test_torchs_fast_path_of_encoders_is_an_error_that_says_how_to_leave_it():
+    encoder = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True, dropout=0.0).requires_grad_(False)
+    model, x = nn.Sequential(encoder, nn.Linear(64, 64)), torch.randn(2, 16, 64)
+    compiled, was_enabled = fp8(model, release_frozen=True, select="all"), torch.backends.mha.get_fastpath_enabled()
+    for _ in range(2):
+        compiled(x).sum().backward()
+    model.eval()
+    try:
+        torch.backends.mha.set_fastpath_enabled(True)
+        with torch.no_grad(), pytest.raises(ReleasedWeightError, match=r"on the copies: .*set_fastpath_enabled\(False\)"):
+            compiled(x)
+        torch._dynamo.reset()
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.no_grad():
+            assert compiled(x).isfinite().all()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
 def test_weights_with_other_readers_stay():
     """The second base weight is read by an adapter's merge, too, the first one by an embedding."""
 
