@@ -137,6 +137,15 @@ def test_a_backward_that_is_to_come_keeps_the_boundary_apart():
     assert [s.num_steps for s in sessions] == [3, 3, 3]
 
 
+def test_blocks_whose_forward_came_before_end_no_step():
+    """The second one begins alone, as where a step runs it twice: the first one's step is not known to be over."""
+    blocks = compiled_blocks(3)
+    for step in range(2):
+        train(blocks, step)
+    run(blocks[1:], batch(2))
+    assert [s.num_steps for s in sessions_of(blocks)] == [1, 2, 2]
+
+
 def gan_step(generator, critic, number):
     """Each is trained by a step of its own, and the critic runs in both."""
     loss = critic(batch(number)).mean() - critic(generator(batch(number + 50)).detach()).mean()
