@@ -1,4 +1,4 @@
-"""Simplify: edits that leave a graph's results as they are, so that more of it fuses with quantization; not in the plan."""
+"""Simplify: edits that leave a graph's results as they are, but for rounding, so that more of it fuses with quantization."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ prims = torch.ops.prims
 
 # -- Batches that are multiplied by one weight
 #
-# Torch traces a linear as such a product where its weight is frozen and its input is no view of a matrix, and as mm where the
-# weight is trained. As bmm, each repetition of the weight would have a cast and a scale of its own.
+# Torch traces a linear as such a product where its weight is frozen and its input [b, m, k] cannot be viewed as [b * m, k], and
+# as mm where the weight is trained. As bmm, each repetition of the weight would have a cast and a scale of its own.
 
 
 def repeated_weights(graph: fx.Graph, context: GraphContext) -> dict[fx.Node, tuple[fx.Node, bool]]:

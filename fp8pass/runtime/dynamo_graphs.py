@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import operator
+import re
 import sys
 import weakref
 from collections import Counter
@@ -157,12 +158,11 @@ def find_extra_inputs(
 
 # -- the frames around a graph
 #
-# Where no Parameter among a graph's inputs tells layers apart, the modules in its frame's variables do, and the module whose
-# call is the innermost.
+# Where no Parameter among a graph's inputs tells layers apart, the modules in its frame's variables do, `self` first.
 
 
 def modules_in_trace(gm: fx.GraphModule) -> Held:
-    """The module that is called innermost, and those in the frame that Dynamo traces which the graph's are, or are below."""
+    """The frame's own module, and those in the variables of the frame that Dynamo traces that the graph's are, or are below."""
     translator = _translator()
     if translator is None:
         return ()
@@ -185,23 +185,33 @@ def modules_in_call(code: CodeType | None, paths: Sequence[tuple[str, str]]) -> 
 
 
 def _innermost(frame: Any, outer: FrameType | None) -> Held:
-    """The module that is `self` in a frame, or in the nearest of the outer ones where a module is."""
-    while not isinstance(value := _self_of(frame), nn.Module):
+    """The module that is `self` in a frame; in one of the rest of a function behind a graph break, `self` of that function. No
+    other frame is read: recomputations have others, and before Python 3.13 reading the locals of a frame keeps them alive."""
+    function = _function_of(frame.f_code)
+    while True:
+        code: CodeType = frame.f_code
+        if _function_of(code) == function:
+            if isinstance(value := frame.f_locals.get("self"), nn.Module):
+                return ((*INNERMOST, weakref.ref(value)),)
+            if code.co_name == function[1]:
+                return ()
         if outer is None:
             return ()
         frame, outer = outer, outer.f_back
-    return ((*INNERMOST, weakref.ref(value)),)
 
 
-def _self_of(frame: Any) -> Any:
-    """The value of `self` where a frame has that variable. No other frame is read: before Python 3.13, reading the locals of a
-    frame keeps their values alive until it ends."""
-    code: CodeType = frame.f_code
-    return frame.f_locals.get("self") if "self" in code.co_varnames or "self" in code.co_freevars else None
+def _function_of(code: CodeType) -> tuple[str, str]:
+    """The file and the name of the function that a code is, or is the rest of behind a graph break."""
+    rest = _REST.fullmatch(code.co_name)
+    return code.co_filename, code.co_name if rest is None else rest[1]
+
+
+#: Dynamo's names for the rest of a function behind a graph break.
+_REST = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+")
 
 
 def _modules_at(path: tuple[str, str], frame: Any) -> Held:
-    """The module on the way from a frame's variable along a dotted path below which the way leads from child to child."""
+    """The first module on a dotted path from a frame's variable from which the rest of the path leads through children only."""
     variable, below = path
     value, parts = frame.f_locals.get(variable, frame.f_globals.get(variable)), below.split(".") if below else []
     value = value.__self__ if inspect.ismethod(value) else value
@@ -219,7 +229,7 @@ def _leads_down(module: Any, names: Sequence[str]) -> bool:
 
 
 def _attribute_or_item(value: Any, name: str) -> Any:
-    """What Dynamo's path names in a value; None where there is nothing. Runs no code of the user's."""
+    """What Dynamo's path names in a value; None where there is nothing. Of user code only containers' runs."""
     if isinstance(value, Mapping):
         return next((item for key, item in value.items() if str(key) == name), None)
     if isinstance(value, Sequence):

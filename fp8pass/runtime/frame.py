@@ -93,11 +93,13 @@ class Instance:
         seen: Mapping[int, Seen],
         modules: Sequence[weakref.ref[nn.Module]] = (),
     ):
-        """parameters: their identities. seen: the Parameters, by their positions among the arguments. modules: those that tell
-        the instance where there are no Parameters."""
+        """parameters: their identities. seen: the Parameters, by their positions among the arguments. modules: those that hold
+        them, or that tell the instance where there are none."""
         self.number = next_number()
         self.parameters = parameters
-        self._seen, self._modules = seen, modules
+        self._seen = seen
+        self._lost: list[object] = []  # Of the modules, those that are gone.
+        self._modules = [weakref.ref(module, self._lost.append) for held in modules if (module := held()) is not None]
         self._first = next(iter(seen), 0)
         self.bound = bound  # Per provider that the graph has inputs of, by its position among all.
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
@@ -106,14 +108,14 @@ class Instance:
         self.records = trains and self.is_read  # True if calls with gradients write into them what a step boundary reads.
 
     def is_of(self, args: tuple[Any, ...]) -> bool:
-        """True if arguments with its identities are its Parameters, and not others that came where they were. The first one
-        tells: all Parameters of a module go together."""
-        return not self._seen or self._seen[self._first].is_of(args[self._first])
+        """True if arguments with its identities are its Parameters, and not others that came where they were: all its modules
+        are there, and the first Parameter, which goes with the others of its module, is the one that was seen."""
+        return not self._lost and (not self._seen or self._seen[self._first].is_of(args[self._first]))
 
     @property
     def is_gone(self) -> bool:
         """True if no call can be its own any more."""
-        return any(seen.is_gone for seen in self._seen.values()) or any(module() is None for module in self._modules)
+        return bool(self._lost) or any(seen.is_gone for seen in self._seen.values())
 
     def variants(self) -> frozenset[str]:
         """The variants of a call that is about to run."""
@@ -504,7 +506,8 @@ class DynamoGraph:
             }
             places = places_of(session.root(), [args[i] for i in self._positions])
             seen = {i: Seen(args[i], place) for i, place in zip(self._positions, places, strict=True)}
-            instance = Instance(bound, graph.trains, key, seen, [module for *_, module in held])
+            holders = [place.module for place in places if place is not None]
+            instance = Instance(bound, graph.trains, key, seen, [*dict.fromkeys(holders), *(module for *_, module in held)])
             for known in session.instances.values():
                 for gone in [k for k, other in known.items() if other.is_gone]:
                     session.eager.forget(known.pop(gone).number)

@@ -23,7 +23,7 @@ from fp8pass.weights.parameters import Seen
 Held = tuple[tuple[str, str, weakref.ref[nn.Module]], ...]
 """The modules in a frame's variables: (the variable, what begins a path to the module below it, the module)."""
 
-#: The variable and path of the module whose call is the innermost, to which the frame's own code belongs.
+#: The variable and path of the module that a frame's own code belongs to.
 INNERMOST = ("", "")
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
@@ -42,7 +42,7 @@ class Placement:
 
     def name_module(self, path: Path | None) -> str:
         """The path in the user's model of one below a variable: ROOT for the model itself. None is what a frame's own code
-        does: it belongs to the module whose call is the innermost, to "matmul" in the model's own frame and outside of it."""
+        does: it belongs to the module that is `self` there, and is named "matmul" where that is the model itself or unknown."""
         if path is None:
             variable = "" if "" in self.variables else "self"
             is_known = self.has_root and "" in self.variables.get(variable, {})
@@ -50,7 +50,7 @@ class Placement:
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
         beginning = max((p for p in places if begins(p, path.below)), key=len, default=None)
         if beginning is None:  # no Parameter there is one of the model's
-            return f"{path.root}.{path.below}"
+            return str(path)
         prefix = places[beginning]
         if not self.has_root and prefix == "self":
             prefix = ""

@@ -167,6 +167,21 @@ def layer(size=1.0):
     return made
 
 
+def test_a_module_whose_parameters_have_the_identities_of_those_that_are_gone_is_new():
+    """Nothing is asked between: an identity comes back as soon as its memory is free."""
+    model, compiled = chain(layer(), nn.Linear(64, 64, bias=False))
+    identity, others = id(model[1].weight), []
+    del model[1]
+    while id((new := nn.Linear(64, 64, bias=False)).weight) != identity:
+        assert len(others) < 10_000
+        others.append(new)
+    new.weight.data *= 0.01
+    model.append(new)
+    train(compiled, x())
+    state(compiled).step()
+    assert state(compiled).scale("1:weight") == torch.tensor(448.0) / new.weight.detach().abs().max()
+
+
 def test_a_module_in_the_place_of_another_has_empty_histories():
     model, compiled = chain(layer(), layer(100))
     earlier, model[1] = model[1], layer()

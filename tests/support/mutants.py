@@ -195,6 +195,8 @@ MUTANTS: list[Mutant] = [
          "if rules.recipe_for(module, record.role) != rules.recipe_for(record.module, record.role):", "if False:")),
     *_of("runtime/instances.py", "fp8pass/test_graph_breaks.py fp8pass/test_names.py fp8pass/test_lifecycle.py",
         ("instances have one name", 'name = f"{variable}#{number}" if number else variable', "name = variable")),
+    *_of("runtime/frame.py", "fp8pass/test_state.py -k identities",
+        ("modules that are gone are not noticed", "return not self._lost and (", "return (")),
     *_of("runtime/frame.py", "fp8pass/test_graph_breaks.py",
         ("graphs without Parameters have one instance", "else lambda args: self._modules()", "else lambda args: ()")),
     *_of("runtime/dynamo_graphs.py", "fp8pass/test_graph_breaks.py",
