@@ -13,7 +13,7 @@ import sys
 
 from benchmarks.common import RESULTS, SKIPPED
 
-NAMES = ("traffic", "overhead", "compile_time", "casts", "gemm_layer", "tune", "train_step")
+NAMES = ("traffic", "overhead", "compile_time", "casts", "gemm_layer", "tune", "train_step", "whole_model")
 
 
 def main() -> None:

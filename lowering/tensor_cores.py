@@ -12,13 +12,15 @@ from torch.nn.functional import pad
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal
 from lowering.products import Compute, Product
+from lowering.trials import is_aligned
 from lowering.triton.epilogue import finished
 
 
 def of_tensors(product: Product) -> Compute:
     """The function that computes products with scalar scales which differ from this one in their values alone. The GEMM takes
-    a [M, K] row-major, b [K, N] column-major, K and N multiples of 16; other operands are copied into that form first. It adds
-    a bias of the output's own half precision; any other bias is added in float32, before the one rounding."""
+    a [M, K] row-major, b [K, N] column-major, K and N multiples of 16, and scales at addresses of whole 16 bytes (cuBLAS 13
+    refuses others); what comes otherwise is copied into that form first. It adds a bias of the output's own half precision; any
+    other bias is added in float32, before the one rounding."""
     a, b, bias, out_dtype, (m, n, k) = product.a, product.b, product.bias, product.out_dtype, product.sizes
     fast_accum = product.fast_accum
     if m == 0 or n == 0 or k == 0:
@@ -29,7 +31,7 @@ def of_tensors(product: Product) -> Compute:
         in_epilogue = refusal(gemm, a.device) is None
     padded_k, padded_n = pad_to_alignment(k), pad_to_alignment(n)
     fits_a, fits_b = _is_ready(a, m, padded_k), _is_ready(b.t(), padded_n, padded_k)
-    is_scalar = product.scale_inv_a.dim() == product.scale_inv_b.dim() == 0
+    ready_a, ready_b = _is_ready_scale(product.scale_inv_a), _is_ready_scale(product.scale_inv_b)
     asked = out_dtype if bias is None or in_epilogue else torch.float32
     is_whole = bias is None or in_epilogue
 
@@ -37,8 +39,8 @@ def of_tensors(product: Product) -> Compute:
         out = torch._scaled_mm(
             a if fits_a else _row_major(a, m, padded_k),
             b if fits_b else _row_major(b.t(), padded_n, padded_k).t(),
-            scale_inv_a if is_scalar else scale_inv_a.reshape(()),
-            scale_inv_b if is_scalar else scale_inv_b.reshape(()),
+            scale_inv_a if ready_a else scale_inv_a.reshape(()).clone(),
+            scale_inv_b if ready_b else scale_inv_b.reshape(()).clone(),
             bias=_padded(bias, padded_n) if in_epilogue else None,
             out_dtype=asked,
             use_fast_accum=fast_accum,
@@ -54,6 +56,10 @@ def _is_ready(x: Tensor, rows: int, cols: int) -> bool:
     """True if the GEMM takes x as a row-major [rows, cols] matrix: with rows of whole 16 bytes."""
     is_row_major = x.shape == (rows, cols) and x.stride(1) == 1 and x.stride(0) >= cols and x.stride(0) % 16 == 0
     return is_row_major and x.data_ptr() % 16 == 0
+
+
+def _is_ready_scale(scale_inv: Tensor) -> bool:
+    return scale_inv.dim() == 0 and (scale_inv.is_meta or is_aligned(scale_inv))
 
 
 def _row_major(x: Tensor, rows: int, cols: int) -> Tensor:
@@ -127,9 +133,9 @@ def _is_row_major(x: Tensor, without_gaps: bool) -> bool:
 
 
 def _is_per_line(scale_inv: Tensor, lines: int) -> bool:
-    return scale_inv.shape == (lines, 1) and scale_inv.is_contiguous()
+    return scale_inv.shape == (lines, 1) and scale_inv.is_contiguous() and is_aligned(scale_inv)
 
 
 def _per_line(scale_inv: Tensor, lines: int) -> Tensor:
-    """The scales [lines, 1], dense; a scalar is repeated."""
-    return scale_inv.expand(lines, 1).contiguous()
+    """The scales [lines, 1], dense, in memory of their own; a scalar is repeated."""
+    return scale_inv.expand(lines, 1).clone(memory_format=torch.contiguous_format)

@@ -23,6 +23,7 @@ from benchmarks import (  # fmt: skip
     timing,
     train_step,
     tune,
+    whole_model,
 )
 from benchmarks.correctness import Step, require_fp8, require_step, run_step
 from benchmarks.isolation import Bench
@@ -127,6 +128,26 @@ def no_code_generation(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, mode=None, **options: plain(f, **{"backend": "aot_eager", **options}))
     monkeypatch.setattr(contestants, "fp8_compile", lambda *args, mode, **options: real(*args, backend="aot_eager", **options))
     monkeypatch.setattr(train_step, "RECIPES", ("delayed", "current"))
+
+
+def test_whole_model(tmp_path, monkeypatch):
+    """A recipe that does not compile, and one that trains another loss."""
+    pytest.importorskip("transformers")
+    plain, real = torch.compile, whole_model.fp8_compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: plain(model, **{"backend": "aot_eager", **options}))
+    monkeypatch.setattr(whole_model, "fp8_compile", lambda model, recipe: real(model, recipe, backend="aot_eager"))
+    monkeypatch.setattr(whole_model, "RECIPES", ("delayed", "current", "rowwise"))
+    break_recipe(whole_model, monkeypatch, "current")
+    trained, count = whole_model._train, iter(range(3))
+    monkeypatch.setattr(
+        whole_model, "_train", lambda *a: (row := trained(*a)) | {"loss": row["loss"] * (1, 1, 1.02)[next(count)]}
+    )
+    rows, failed = rows_of(whole_model, tmp_path, monkeypatch)
+    assert failed.keys() == {"current", "rowwise"}
+    assert failed["current"] == BROKEN
+    assert failed["rowwise"].startswith("AssertionError: not correct, so not timed: rowwise: last loss within 2.0e-02 <= 0.01")
+    assert rows["delayed"]["speed-up"] > 0
+    assert rows["delayed"]["GEMMs in FP8"] == "42 of 45"
 
 
 @pytest.mark.usefixtures("no_code_generation")

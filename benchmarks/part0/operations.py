@@ -20,10 +20,12 @@ from lowering.products import Product
 
 
 def family_of(name: str) -> str:
-    """The group of an operation: its GEMM's, or its folder or file in `lowering/`."""
+    """The group of an operation: its GEMM's, or its folder or file in `lowering/`; the one with most samples has its own."""
     module = NAMESPACE.operations[name].reference.__module__.split(".")
     if name.startswith("scaled_"):
         return "grouped GEMMs" if "grouped" in name else "GEMMs"
+    if name == "cast_with_scales":
+        return "casts with scales"
     return f"casts {module[1]}" if len(module) > 2 or module[1] == "state" else "casts tensorwise"
 
 

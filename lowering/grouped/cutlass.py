@@ -59,12 +59,14 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
 
 
 def _per_line(scale_inv: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The scales of one operand, dense, one per line; those per tensor or per matrix are repeated."""
+    """The scales of one operand, dense, from an address of whole 16 bytes, one per line; those per tensor or per matrix are
+    repeated."""
     num_lines = math.prod(shape)
     if scale_inv.numel() != num_lines:
         scale_inv = scale_inv.reshape(-1, 1) if len(shape) == 2 else scale_inv
         scale_inv = scale_inv.expand(*shape)
-    return scale_inv.reshape(*shape).contiguous()
+    scale_inv = scale_inv.reshape(*shape).contiguous()
+    return scale_inv if is_aligned(scale_inv) else scale_inv.clone()
 
 
 trial = Trial(log, "torch's grouped GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_grouped_mm, fast_accum=True))

@@ -33,6 +33,7 @@ class Facts:
     amax_of: list[ir.TensorBox] | None = None  # The tensors whose amax it is, computed by a hand-written kernel.
     amax_parts: ir.TensorBox | None = None  # The partial amaxes that it is the largest of.
     elements: dict[Any, ir.TensorBox] = dataclasses.field(default_factory=dict)  # Offset -> an element as a buffer of its own.
+    spread: ir.StorageBox | None = None  # The same vector with elements further apart: `spread_out`.
     ones: dict[torch.device, ir.TensorBox] = dataclasses.field(default_factory=dict)  # The graph's scalars 1.0.
 
 
@@ -150,6 +151,20 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
         V.graph.never_reuse_buffers.add(buffer.name)
         known[layout.offset] = ir.TensorBox(ir.StorageBox(buffer))
     return known[layout.offset]
+
+
+def spread_out(element: ir.ReinterpretView, step: int) -> ir.StorageBox:
+    """The buffer that a scalar is an element of, as a vector with `step` elements from each of them to the next: one small copy
+    for all of its scalars."""
+    base = _storage(element)
+    known = facts_of(base)
+    if known.spread is None:
+        layout = base.get_layout()
+        whole = ir.FixedLayout(layout.device, layout.dtype, [layout.storage_size()], [1])
+        load = ir.ReinterpretView(data=ir.StorageBox(base), layout=whole).make_loader()
+        loops = pointwise(layout.device, layout.dtype, lambda index: load(index), whole.size)
+        known.spread = realize_ordered(loops, [step])
+    return known.spread
 
 
 class _Call(ir.FallbackKernel):

@@ -19,7 +19,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import V, ops
 
-from lowering.formats import FP8_MAX, Granularity
+from lowering.formats import FP8_MAX, SCALE_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal, size_multiples
 from lowering.inductor import buffers
 from lowering.products import Product
@@ -89,12 +89,13 @@ def _tensorwise_mm(given: Any) -> Any:
 
 def _torch_gemm(given: Any, scale_a: ir.TensorBox, scale_b: ir.TensorBox, without_gaps: bool = False) -> Any:
     """aten._scaled_mm of a legal product, with its scales as torch takes them, and the operands as cuBLASLt reads them: a
-    row-major, b column-major, rows and addresses of whole 16 bytes, the bias dense. What comes otherwise is copied; what
-    Inductor has yet to lay out gets these strides. without_gaps: lines along K begin where the ones before them end."""
+    row-major, b column-major, rows and all addresses, those of scales too, of whole 16 bytes, the bias dense. What comes
+    otherwise is copied; what Inductor has yet to lay out gets these strides. without_gaps: lines along K begin where the ones
+    before them end."""
     _, _, _, layout, a, b = mm_args(given.a, given.b, out_dtype=given.out_dtype)
     addends = [] if given.bias is None else [_with_strides(realize_inputs(given.bias), [0])]
     operands = _with_strides(a, [1, 0], without_gaps), _with_strides(b, [0, 1], without_gaps)
-    inputs = [*operands, *realize_inputs(scale_a, scale_b), *addends]
+    inputs = [*operands, *map(_aligned_scale, (scale_a, scale_b)), *addends]
     return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
 
 
@@ -108,6 +109,20 @@ def _is_legal(given: Any, granularity: Granularity = Granularity.TENSOR_WISE) ->
     multiples = zip((m, n, k), size_multiples(gemm), strict=True)
     is_aligned = all(multiple == 1 or known.statically_known_multiple_of(size, multiple) for size, multiple in multiples)
     return is_aligned and refusal(gemm, given.a.get_device()) is None
+
+
+def _aligned_scale(scale_inv: ir.TensorBox) -> Any:
+    """Scales that begin at a multiple of 16 bytes: cuBLAS 13 refuses any others. Elements of a vector are read from one copy of
+    it, whose elements are 16 bytes apart."""
+    x = realize_inputs(scale_inv)
+    if _begins_aligned(x):
+        return x
+    element = x.data if isinstance(x, ir.TensorBox) else x
+    if not (isinstance(element, ir.ReinterpretView) and not x.get_size()):
+        return ir.ExternKernel.copy_input(x)
+    layout = element.get_layout()
+    spread = ir.FixedLayout(layout.device, layout.dtype, [], [], SCALE_ALIGNMENT * layout.offset)
+    return ir.ReinterpretView(data=buffers.spread_out(element, SCALE_ALIGNMENT), layout=spread)
 
 
 def _with_strides(x: Any, order: list[int], without_gaps: bool = False) -> ir.IRNode:
@@ -125,16 +140,23 @@ def _packed(size: Any, order: list[int]) -> list[Any]:
 
 def _is_aligned(x: ir.IRNode) -> bool:
     """True if every row begins at a multiple of 16 bytes, and a vector has no gaps."""
-    layout, itemsize = x.get_layout(), x.get_dtype().itemsize
+    layout = x.get_layout()
     *rows, inner = sorted(layout.stride, key=lambda stride: stride == 1)
-    starts = (layout.offset, *rows)
     known = V.graph.sizevars
     is_dense = known.statically_known_equals(inner, 1) or known.statically_known_equals(layout.size[-1], 1)
+    return _begins_aligned(x) and is_dense and all(_is_whole(stride, x) for stride in rows)
+
+
+def _begins_aligned(x: ir.IRNode) -> bool:
+    """True if x begins at a multiple of 16 bytes."""
     # Inductor takes results of operations with an unaligned argument, such as a scale, for unaligned. Ours are new tensors.
     is_ours = x.get_dtype() in FP8_MAX and x.get_name() not in V.graph.graph_inputs
-    is_base_aligned = is_ours or x.get_name() not in V.graph.unaligned_buffers
-    multiples = all(known.statically_known_multiple_of(start * itemsize, ALIGNMENT_BYTES) for start in starts)
-    return is_base_aligned and is_dense and multiples
+    return (is_ours or x.get_name() not in V.graph.unaligned_buffers) and _is_whole(x.get_layout().offset, x)
+
+
+def _is_whole(count: Any, x: ir.IRNode) -> bool:
+    """True if so many elements of x take a multiple of 16 bytes."""
+    return bool(V.graph.sizevars.statically_known_multiple_of(count * x.get_dtype().itemsize, ALIGNMENT_BYTES))
 
 
 LOWERINGS = {lowering_ops.scaled_mm.default: lower_scaled_mm}

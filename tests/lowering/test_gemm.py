@@ -140,7 +140,7 @@ def provided(arguments, platform: Platform = HOPPER, rows: bool = True, **option
     def strict(a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
         assert a.stride(1) == b.stride(0) == 1
         assert a.shape[1] % 16 == b.shape[1] % 16 == a.stride(0) % 16 == b.stride(1) % 16 == 0
-        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == scale_a.data_ptr() % 16 == scale_b.data_ptr() % 16 == 0
         assert 0 not in (*a.shape, *b.shape)
         if scale_a.dim():
             assert scale_a.shape == (a.shape[0], 1)
@@ -205,6 +205,21 @@ def test_operands_of_any_strides():
         for right in (b, b.contiguous()):
             out = of_tensors(left, right, *scales, None, out_dtype=torch.float32)
             assert relative_error(out, expected) <= REFERENCE_MM[torch.float32]
+
+
+@needs_triton
+@pytest.mark.parametrize("by_lines", [False, True])
+def test_scales_at_any_address(by_lines):
+    """cuBLAS 13 refuses those that are not at a multiple of 16 bytes."""
+    arguments, scales = operands(48, 64, 32, by_lines=by_lines)[:2], torch.rand(160)
+
+    def part(start, lines):
+        return scales[start : start + lines].unsqueeze(1) if by_lines else scales[start]
+
+    for at_a, at_b in ((0, 51), (49, 100), (3, 6)):
+        pair = part(at_a, 48), part(at_b, 32)
+        out, _ = provided((*arguments, *pair), rows=by_lines, out_dtype=torch.float32)
+        assert relative_error(out, expected_product(*arguments, *pair)) <= REFERENCE_MM[torch.float32]
 
 
 @needs_triton

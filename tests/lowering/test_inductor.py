@@ -61,6 +61,7 @@ def require_legal(event: Event) -> None:
     assert a[1] == b[0] == 1, "a is row-major, b is column-major"
     assert a[0] % 16 == b[1] % 16 == 0
     assert at_a == at_b == 0
+    assert all(at == 0 for _, at in event.layouts[2:4]), "cuBLAS 13 refuses scales at other addresses"
     if len(event.layouts) == 6:  # a, b, two scales, the bias, the output
         assert event.layouts[4] == ((1,), 0)
 
@@ -129,6 +130,24 @@ def test_a_bias_that_is_an_unaligned_input():
     graphs = plain(lambda a, b, bias: ops.scaled_mm(a, b.t(), ONE, ONE, bias), fp8(32, 48), fp8(64, 48), zeros(65)[1:])
     ((_, events),) = launched(graphs)
     assert [event.name for event in events].index("aten::_scaled_mm") == 1, "a kernel copies the bias first"
+
+
+@pytest.mark.parametrize("kind", ["tensor_wise", "row_wise"])
+def test_scales_that_begin_anywhere(kind):
+    """Scalars are elements of a vector, which is copied once for all of them."""
+
+    def function(a, b, scales):
+        def part(start, lines):
+            return scales[start] if kind == "tensor_wise" else scales[start : start + lines].unsqueeze(1)
+
+        return [ops.scaled_mm(a, b.t(), part(i, 32), part(i + 1, 64), **both(kind)) for i in range(6)]
+
+    ((_, events),) = launched(plain(function, fp8(32, 48), fp8(64, 48), torch.ones(80)))
+    found = [event for event in events if event.name in LEGAL]
+    assert len(found) == 6
+    for event in found:
+        require_legal(event)
+    assert len(events) - len(found) == (1 if kind == "tensor_wise" else 9), "copies"
 
 
 @pytest.mark.parametrize("columns", [slice(0, 48), slice(16, 64), slice(8, 56)])
@@ -279,13 +298,14 @@ def codes(recipe: str | None, layers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
-def test_four_layers_have_the_kernels_of_two(recipe):
-    """Generated code does not grow with the layers: equal layers share their kernels. The first and the last are special."""
+def test_five_layers_have_the_kernels_of_three(recipe):
+    """Generated code does not grow with the layers: equal layers share their kernels. The first and the last are special, and
+    so is the last of the launches that make scales, of 16 weights each."""
     growth = {}
     for name in (None, recipe):
-        two, four = ([distinct(code) for code in codes(name, layers)] for layers in (2, 4))
-        assert min(two) >= 3
-        growth[name] = [more - less for less, more in zip(two, four, strict=True)]
+        three, five = ([distinct(code) for code in codes(name, layers)] for layers in (3, 5))
+        assert min(three) >= 3
+        growth[name] = [more - less for less, more in zip(three, five, strict=True)]
     assert all(ours <= theirs for ours, theirs in zip(growth[recipe], growth[None], strict=True)), growth
 
 

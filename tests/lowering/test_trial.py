@@ -160,14 +160,14 @@ def test_every_cast_of_floats_is_tried():
             assert [hasattr(p, "__wrapped__") for p in providers] == [name not in untried] * len(providers), name
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(512, 256), (511, 257), (512, 1)])
-def test_casts_on_a_gpu_pass_their_trials(shape):
-    x, scale = torch.randn(shape, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
-    operations = NAMESPACE.operations
+def test_casts_on_a_gpu_pass_their_trials(shape, device):
+    """A CPU computes the same calls, which are tried on a GPU alone."""
+    x, scale = torch.randn(shape, device=device, dtype=torch.bfloat16), torch.ones((), device=device)
+    operations, before = NAMESPACE.operations, len(trial._TRIED)
     for dtype in (E4M3, E5M2):
-        operations["cast_transpose_amax"](x, scale, dtype)
-        operations["cast_transpose_blockwise"](x, dtype, granularity="block_128x128")
-        operations["cast_transpose_mxfp8"](x, dtype, square=True)
-        operations["cast_transpose_rowwise"](x, dtype)
-    assert len(trial._TRIED) >= 8
+        operations["cast"]([x], [scale], dtype, columnwise=True, with_amax=True)
+        for granularity in ("row_wise", "block_1x128", "block_128x128", "block_1x32"):
+            operations["cast_with_scales"]([x], dtype, granularity=granularity, columnwise=True)
+    assert len(trial._TRIED) >= 10 if device == "cuda" else len(trial._TRIED) == before

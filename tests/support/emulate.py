@@ -73,7 +73,8 @@ def scaled_mm(
     out: torch.Tensor,
     **options: Any,
 ) -> None:
-    """aten._scaled_mm on the CPU, which before torch 2.13 has none with a scale per row."""
+    """aten._scaled_mm on the CPU, which before torch 2.13 has none with a scale per row. Scales begin as cuBLAS wants them."""
+    assert scale_a.data_ptr() % 16 == scale_b.data_ptr() % 16 == 0
     if scale_a.numel() == scale_b.numel() == 1:
         torch._scaled_mm(a, b, scale_a, scale_b, bias, out=out, **options)
         return
