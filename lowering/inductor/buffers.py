@@ -153,13 +153,18 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
     return known[layout.offset]
 
 
-def spread_out(element: ir.ReinterpretView, step: int) -> ir.StorageBox:
-    """The buffer that a scalar is an element of, as a vector with `step` elements from each of them to the next: one small copy
-    for all of its scalars."""
+#: Elements of the largest vector that `spread_out` copies: more than any launch has scales.
+MOST_SPREAD = 65536
+
+
+def spread_out(element: ir.ReinterpretView, step: int) -> ir.StorageBox | None:
+    """The vector that a scalar is an element of, with `step` elements from each of its own to the next: one small copy for all
+    of its scalars. None where it is large or dynamic."""
     base = _storage(element)
-    known = facts_of(base)
+    known, layout = facts_of(base), base.get_layout()
+    if not V.graph.sizevars.statically_known_leq(layout.storage_size(), MOST_SPREAD):
+        return None
     if known.spread is None:
-        layout = base.get_layout()
         whole = ir.FixedLayout(layout.device, layout.dtype, [layout.storage_size()], [1])
         load = ir.ReinterpretView(data=ir.StorageBox(base), layout=whole).make_loader()
         loops = pointwise(layout.device, layout.dtype, lambda index: load(index), whole.size)

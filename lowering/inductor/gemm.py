@@ -117,12 +117,15 @@ def _aligned_scale(scale_inv: ir.TensorBox) -> Any:
     x = realize_inputs(scale_inv)
     if _begins_aligned(x):
         return x
-    element = x.data if isinstance(x, ir.TensorBox) else x
-    if not (isinstance(element, ir.ReinterpretView) and not x.get_size()):
+    view = x.data if isinstance(x, ir.TensorBox) else x
+    is_element = isinstance(view, ir.ReinterpretView) and not x.get_size()
+    spread = buffers.spread_out(view, SCALE_ALIGNMENT) if is_element else None
+    if spread is None:
         return ir.ExternKernel.copy_input(x)
-    layout = element.get_layout()
-    spread = ir.FixedLayout(layout.device, layout.dtype, [], [], SCALE_ALIGNMENT * layout.offset)
-    return ir.ReinterpretView(data=buffers.spread_out(element, SCALE_ALIGNMENT), layout=spread)
+    layout = view.get_layout()
+    return ir.ReinterpretView(
+        data=spread, layout=ir.FixedLayout(layout.device, layout.dtype, [], [], SCALE_ALIGNMENT * layout.offset)
+    )
 
 
 def _with_strides(x: Any, order: list[int], without_gaps: bool = False) -> ir.IRNode:
