@@ -22,7 +22,7 @@ from lowering import casts, other_ops, statistics
 from lowering.blockwise import kernels as blocks
 from lowering.copies import CastOptions
 from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
-from lowering.grouped.column_kernels import amax_columns_kernel, columns_of_groups, map_of_rows
+from lowering.grouped.column_kernels import columns_of_groups, map_of_rows, raise_line_amaxes
 from lowering.grouped.reference import valid_rows
 from lowering.mxfp8 import kernels as mx
 from lowering.mxfp8.kernels import e8m0_code, factor_of
@@ -346,9 +346,7 @@ def _amaxes(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | No
     (num_groups,), cols = offs.shape, x.shape[1]
     at, groups = map_of_rows(x, offs, index, BLOCK, with_groups=True)
     bits = torch.zeros((num_groups + 1, cols), dtype=torch.int32, device=x.device)
-    amax_columns_kernel[(cdiv(at.shape[0], BLOCK) * cdiv(cols, 64),)](
-        x, at, groups, bits, num_groups, cols, at.shape[0], *x.stride(), ALIGN=BLOCK, BLOCK_P=BLOCK, BLOCK_C=64, num_warps=8
-    )
+    raise_line_amaxes(x, at, groups, bits, num_groups, BLOCK)
     return bits.view(torch.float32)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lowering.copies import CastOptions, empty_copy
-from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
+from lowering.formats import BLOCK, FLOAT32_MAX, GEMM_ALIGNMENT, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
 from lowering.grouped.gemm_kernels import group_sizes, pick
 from lowering.grouped.reference import alignment, padded_width
@@ -46,7 +46,11 @@ BYTES_TILE = (128, 128)
 BLOCK_TILES = {False: (BLOCK, 64, 4), True: (BLOCK, BLOCK, 8)}
 #: Per thread, where scales are divisions and both copies are made: ptxas would spill before it takes more.
 MOST_REGISTERS = 200
-LINE_TILE = (64, 128)
+#: And warps, of the pass that quantizes lines.
+LINE_TILE = (128, 64, 4)
+#: Of the pass that finds amaxes, by the alignment of groups; warps, and tiles of a program.
+AMAX_TILES = {GEMM_ALIGNMENT: (64, 128), BLOCK: (BLOCK, 64)}
+AMAX_WARPS, AMAX_STEPS = 8, 4
 #: Programs per group that write the map, and the tokens that each takes at once.
 CHUNKS, CHUNK = 8, 1024
 
@@ -165,6 +169,19 @@ def store_at_rows(q, bits, row, c, stored_cols):
     tl.store(pointers, bits, mask=(row >= 0)[:, None] & (c < stored_cols)[None, :])
 
 
+@triton.jit
+def store_infinities_of_columns(
+    x, rows, out, p0, c, cols, width, stride_r, stride_c, E5M2: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """Store the infinities of a tile's columns c over what `store_columns` stored at `out`."""
+    tl.debug_barrier()  # other threads have stored what is stored over here
+    for i in tl.static_range(4):
+        again = as_float32(gathered(x, rows_of_tile(rows, p0 + i, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+        position = i + 4 * tl.arange(0, BLOCK_P // 4)
+        pointers = out + position[:, None] + (tl.arange(0, c.shape[0]).to(tl.int64) * width)[None, :]
+        tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
+
+
 @Kernel
 @triton.jit
 def cast_columns_blockwise_kernel(
@@ -197,31 +214,42 @@ def cast_columns_blockwise_kernel(
     out = q + c0 * width + p0
     store_columns(out, turned(four), left(width, p0, BLOCK_P), left(stored_cols, c0, BLOCK_C), 1, width)
     if tl.max(magnitude_bits(amax), axis=0) >= INF_BITS:
-        tl.debug_barrier()  # other threads have stored what is stored over here
-        for i in tl.static_range(4):
-            row = rows_of_tile(rows, p0 + i, width, BLOCK_P, 4)
-            again = as_float32(gathered(x, row, c, cols, stride_r, stride_c))
-            position = i + 4 * tl.arange(0, BLOCK_P // 4)
-            pointers = out + position[:, None] + (tl.arange(0, BLOCK_C).to(tl.int64) * width)[None, :]
-            tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
+        store_infinities_of_columns(x, rows, out, p0, c, cols, width, stride_r, stride_c, E5M2, BLOCK_P)
+
+
+@triton.jit
+def raise_lines(amaxes, group, c, bits, num_groups, cols):
+    """Raise the amaxes of groups [G] and columns c [C] by bits [G, C]; nothing of a group that does not exist."""
+    mask = ((group >= 0) & (group < num_groups))[:, None] & (c < cols)[None, :]
+    tl.atomic_max(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], bits, mask=mask, sem="relaxed")
 
 
 @Kernel
 @triton.jit
 def amax_columns_kernel(
     x, rows, groups, amaxes, num_groups, cols, width, stride_r, stride_c,
-    ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Raise amaxes [num_groups, cols], int32 bits: a line per group and column."""
+    """Raise amaxes [num_groups, cols], int32 bits: a line per group and column. A program takes STEPS tiles, and raises those
+    of a group once but for tiles with several: an atomic for every ALIGN tokens takes several times as long as they do."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
-    p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
+    first = (tl.program_id(0) // tiles_c) * BLOCK_P * STEPS
     c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c))
-    largest = tl.max(tl.reshape(magnitude_bits(value), (BLOCK_P // ALIGN, ALIGN, BLOCK_C)), axis=1)
-    block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
-    group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
-    mask = (group < num_groups)[:, None] & (c < cols)[None, :]
-    tl.atomic_max(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], largest, mask=mask, sem="relaxed")
+    current, largest = tl.full((1,), -1, tl.int32), tl.zeros((1, BLOCK_C), tl.int32)
+    for p0 in range(first, tl.minimum(first + BLOCK_P * STEPS, width), BLOCK_P):
+        value = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c))
+        of_blocks = tl.max(tl.reshape(magnitude_bits(value), (BLOCK_P // ALIGN, ALIGN, BLOCK_C)), axis=1)
+        block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
+        group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
+        low, high = tl.min(group, axis=0, keep_dims=True), tl.max(group, axis=0, keep_dims=True)
+        if tl.max(high - low, axis=0) == 0:
+            if tl.max(low - current, axis=0) != 0:
+                raise_lines(amaxes, current, c, largest, num_groups, cols)
+                current, largest = low, tl.zeros((1, BLOCK_C), tl.int32)
+            largest = tl.maximum(largest, tl.max(of_blocks, axis=0, keep_dims=True))
+        else:
+            raise_lines(amaxes, group, c, of_blocks, num_groups, cols)
+    raise_lines(amaxes, current, c, largest, num_groups, cols)
 
 
 @Kernel
@@ -234,20 +262,25 @@ def cast_columns_rowwise_kernel(
     """q [stored_cols, width] by those amaxes."""
     tiles_c = tl.cdiv(stored_cols, BLOCK_C)
     p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
-    c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c).to(tl.float32)
+    c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
+    c = c0 + tl.arange(0, BLOCK_C)
     block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
     group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
     mask = (group < num_groups)[:, None] & (c < cols)[None, :]
     amax = tl.load(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], mask=mask, other=0).to(tl.float32, bitcast=True)
     scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
-    scale = tl.broadcast_to(scale[:, None, :], (BLOCK_P // ALIGN, ALIGN, BLOCK_C))
-    bits = fp8_bits(value, tl.reshape(scale, (BLOCK_P, BLOCK_C)), E5M2)
-    if E5M2:
-        bits = tl.where(magnitude_bits(value) == INF_BITS, infinity_bits(value, True), bits)
-    position = p0 + tl.arange(0, BLOCK_P)
-    mask = (position < width)[:, None] & (c < stored_cols)[None, :]
-    tl.store(q + position[:, None] + c[None, :] * width, bits, mask=mask)
+    scale = tl.broadcast_to(scale[:, None, :], (BLOCK_P // ALIGN, ALIGN // 4, BLOCK_C))
+    scale = tl.reshape(scale, (BLOCK_P // 4, BLOCK_C))
+    v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    four = fp8_bits(four_rows(v0, v1, v2, v3), scale[:, :, None, None], E5M2)
+    out = q + c0 * width + p0
+    store_columns(out, turned(four), left(width, p0, BLOCK_P), left(stored_cols, c0, BLOCK_C), 1, width)
+    if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
+        if tl.max(tl.max(magnitude_bits(amax), axis=1), axis=0) >= INF_BITS:
+            store_infinities_of_columns(x, rows, out, p0, c, cols, width, stride_r, stride_c, True, BLOCK_P)
 
 
 @Kernel
@@ -336,25 +369,33 @@ def _by_blocks(
     return made
 
 
+def raise_line_amaxes(
+    x: torch.Tensor, rows: torch.Tensor, groups: torch.Tensor, amaxes: torch.Tensor, num_groups: int, align: int
+) -> None:
+    """Raise amaxes [num_groups or more, C], int32 bits, of the columns of groups that a map of rows tells."""
+    block_p, block_c = AMAX_TILES[align]
+    amax_columns_kernel[(cdiv(rows.shape[0], block_p * AMAX_STEPS) * cdiv(x.shape[1], block_c),)](
+        x, rows, groups, amaxes, num_groups, x.shape[1], rows.shape[0], *x.stride(),
+        ALIGN=align, BLOCK_P=block_p, BLOCK_C=block_c, STEPS=AMAX_STEPS, num_warps=AMAX_WARPS,
+    )  # fmt: skip
+
+
 def _by_lines(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, cast: CastOptions
 ) -> list[torch.Tensor]:
     """Two passes, as the casts of matrices."""
-    (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
-    num_groups, cols = offs.shape[0], x.shape[1]
-    tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
+    align, num_groups, cols = alignment(Granularity.ROW_WISE), offs.shape[0], x.shape[1]
     how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
     rows, groups = map_of_rows(x, offs, index, align, with_groups=True)
     width = rows.shape[0]
     q = _empty(x, width, cast.pad_cols)
     amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
     scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
-    amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
-        x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
-    )
+    raise_line_amaxes(x, rows, groups, amaxes, num_groups, align)
+    block_p, block_c, num_warps = LINE_TILE
     cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
         x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), cast.epsilon,
-        E5M2=is_e5m2(dtype), **how, **tile,
+        E5M2=is_e5m2(dtype), **how, ALIGN=align, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=num_warps,
     )  # fmt: skip
     line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
         amaxes, scale_inv, cols, q.shape[0], cast.epsilon, **how, BLOCK_C=1024, num_warps=4
