@@ -63,7 +63,7 @@ class _SiteFinder:
         self.parameters = parameters
         self.values_of = functools.cache(_values_of)  # Asked for up to three times of each GEMM.
         #: The variables whose place in the model an input tells: see `ModuleNames.place`.
-        self.placed = {given.path.root for given in context.inputs if given.is_parameter and given.path is not None}
+        self.placed = {given.path.root for given in context.inputs if given.is_weight and given.path is not None}
 
     def forward_site(self, node: fx.Node) -> GemmSite:
         operands = self._operands(node, self._forward_kind)

@@ -124,16 +124,23 @@ prims = torch.ops.prims
 
 
 def repeated_weights(graph: fx.Graph, context: GraphContext) -> dict[fx.Node, tuple[fx.Node, bool]]:
-    """The bmm whose second operand is one weight, expanded; with the weight, and whether its transpose is multiplied."""
+    """The bmm whose second operand is one weight, expanded; with the weight, and whether its transpose is multiplied. None of a
+    weight whose gradient is a bmm, which finds its role by what it shares with the forward's."""
     found: dict[fx.Node, tuple[fx.Node, bool]] = {}
     weights = made_only_of(graph, {n for n, given in context.given(graph).items() if given.is_weight})
-    for node in _calls(graph, aten.bmm.default):
+    products, gradients = _calls(graph, aten.bmm.default), context.gradients_of(graph)
+    operands = [n.all_input_nodes for n in products if n in gradients]
+    known = {resolve(x, is_batched=True)[0] for each in operands for x in each if x not in gradients}
+    trained = set()
+    for node in products:
         value, transposed = resolve(argument(node, 1), is_batched=True)
         matrix: Any = value.root.args[0] if value.root.target is aten.expand.default and value.reshape is None else None
         is_same = matrix in weights and value_of(matrix).dtype == value_of(node).dtype
         if is_same and same_shape(value_of(matrix).shape, (value.rows, value.cols)):
             found[node] = matrix, transposed
-    return found
+            if resolve(argument(node, 0), is_batched=True)[0] in known:
+                trained.add(matrix)
+    return {node: repeated for node, repeated in found.items() if repeated[0] not in trained}
 
 
 # -- SiLU as its forward is decomposed, and the sigmoid that its gradient computes.

@@ -35,7 +35,7 @@ from fp8pass.rewrite.verify_partitioned import prepare_checked
 from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs, traced_code
-from fp8pass.runtime.eager import note_graph
+from fp8pass.runtime.eager import function_name, note_graph
 from fp8pass.runtime.frame import DynamoGraph
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.words import Uncacheable
@@ -109,10 +109,8 @@ def _may_begin_with_variant(graph: CompiledGraph) -> bool:
 def _has_break(gm: fx.GraphModule) -> bool:
     """True if eager code runs before or after a graph in its call, because Dynamo ends the graph before its frame ends, or goes
     on with it behind a break."""
-    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-
     reason, code = getattr(gm, "compile_subgraph_reason", None), traced_code()
-    is_behind = code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    is_behind = code is not None and function_name(code.co_name) != code.co_name
     return is_behind or (reason is not None and bool(reason.graph_break))
 
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import operator
-import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
@@ -28,7 +25,8 @@ from torch.nn.modules.conv import _ConvNd
 from fp8pass.graph.gemms import GraphInput, Surroundings
 from fp8pass.graph.origin import Path, begins, joined, module_path, parse_path
 from fp8pass.inputs import ExtraInput
-from fp8pass.runtime.instances import INNERMOST, Held, without_common_end
+from fp8pass.runtime.eager import function_name
+from fp8pass.runtime.instances import Held, ModuleNames, Placement, without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
 
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
@@ -158,84 +156,78 @@ def find_extra_inputs(
 
 # -- the frames around a graph
 #
-# Where no Parameter among a graph's inputs tells layers apart, the modules in its frame's variables do, `self` first.
+# Where the Parameters among a graph's inputs do not tell layers apart, the modules do that its frame's variables lead to.
 
 
-def modules_in_trace(gm: fx.GraphModule) -> Held:
-    """The frame's own module, and those in the variables of the frame that Dynamo traces that the graph's are, or are below."""
+def placement_in_trace(gm: fx.GraphModule, inputs: Sequence[GraphInput], names: ModuleNames) -> Placement:
+    """The placement of the instance that Dynamo traces a graph with. inputs: the graph's."""
+    examples = real_inputs(gm.graph)
+    held = () if names.is_told(inputs, examples) else modules_in_trace(module_variables(gm.graph, inputs))
+    return names.place(inputs, examples, held)
+
+
+def module_variables(graph: fx.Graph, inputs: Iterable[GraphInput]) -> tuple[Path, ...]:
+    """The paths from a frame's variables to the modules that a graph's inputs and nodes are of, and to the frame's own."""
+    owners = (given.owner for given in inputs if given.is_weight)
+    paths = dict.fromkeys((Path("self", ""), *owners, *map(module_path, graph.nodes)))
+    return tuple(path for path in paths if path is not None)
+
+
+def modules_in_trace(paths: Sequence[Path]) -> Held:
+    """The modules at the ends of paths from variables of the frame that Dynamo traces."""
     translator = _translator()
-    if translator is None:
-        return ()
-    frame = translator.output.root_tx
-    paths = sorted({(path.root, path.below) for node in gm.graph.nodes if (path := module_path(node)) is not None})
-    found = {held[:2]: held for path in paths for held in _modules_at(path, frame)}
-    return *_innermost(frame, sys._getframe(1)), *found.values()
+    return () if translator is None else _modules_at(paths, translator.output.root_tx, sys._getframe(1))
 
 
-def modules_in_call(code: CodeType | None, paths: Sequence[tuple[str, str]]) -> Held:
-    """Those modules in the frame that calls a graph, which runs what Dynamo made of `code`. paths: (variable, path) of each."""
-    frame: FrameType | None = sys._getframe(1) if paths else None
+def modules_in_call(code: CodeType | None, paths: Sequence[Path]) -> Held:
+    """The modules at the ends of paths from variables of the frame that calls a graph: it runs what Dynamo made of `code`."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and code is not None:
         now = frame.f_code
         if (now.co_name, now.co_firstlineno, now.co_filename) == (code.co_name, code.co_firstlineno, code.co_filename):
-            found = (_modules_at(path, frame) if path != INNERMOST else _innermost(frame, frame.f_back) for path in paths)
-            return tuple(itertools.chain.from_iterable(found))
+            return _modules_at(paths, frame, frame.f_back)
         frame = frame.f_back
     return ()
 
 
-def _innermost(frame: Any, outer: FrameType | None) -> Held:
-    """The module that is `self` in a frame; in one of the rest of a function behind a graph break, `self` of that function. No
-    other frame is read: recomputations have others, and before Python 3.13 reading the locals of a frame keeps them alive."""
-    function = _function_of(frame.f_code)
-    while True:
-        code: CodeType = frame.f_code
-        if _function_of(code) == function:
-            if isinstance(value := frame.f_locals.get("self"), nn.Module):
-                return ((*INNERMOST, weakref.ref(value)),)
-            if code.co_name == function[1]:
-                return ()
-        if outer is None:
-            return ()
-        frame, outer = outer, outer.f_back
+def _modules_at(paths: Sequence[Path], frame: Any, outer: FrameType | None) -> Held:
+    variables, found = frame.f_locals, dict[Path, Any]()
+    for name in {path.root for path in paths}:
+        if name == "self" and name not in variables:
+            value = _self_of_function(frame.f_code, outer)
+        else:
+            value = variables.get(name, frame.f_globals.get(name))
+        found[Path(name, "")] = value.__self__ if inspect.ismethod(value) else value
+    return tuple((path, value) for path in paths if isinstance(value := _value_at(path, found), nn.Module))
 
 
-def _function_of(code: CodeType) -> tuple[str, str]:
-    """The file and the name of the function that a code is, or is the rest of behind a graph break."""
-    rest = _REST.fullmatch(code.co_name)
-    return code.co_filename, code.co_name if rest is None else rest[1]
+def _value_at(path: Path, found: dict[Path, Any]) -> Any:
+    """What is at a path from a variable; what is at paths before it is found once."""
+    if path not in found:
+        above, _, last = path.below.rpartition(".")
+        found[path] = _attribute_or_item(_value_at(Path(path.root, above), found), last)
+    return found[path]
 
 
-#: Dynamo's names for the rest of a function behind a graph break.
-_REST = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+")
-
-
-def _modules_at(path: tuple[str, str], frame: Any) -> Held:
-    """The first module on a dotted path from a frame's variable from which the rest of the path leads through children only."""
-    variable, below = path
-    value, parts = frame.f_locals.get(variable, frame.f_globals.get(variable)), below.split(".") if below else []
-    value = value.__self__ if inspect.ismethod(value) else value
-    for i, part in enumerate((*parts, "")):
-        if isinstance(value, nn.Module) and _leads_down(value, parts[i:]):
-            return ((variable, ".".join(parts[:i]), weakref.ref(value)),)
-        value = _attribute_or_item(value, part)
-    return ()
-
-
-def _leads_down(module: Any, names: Sequence[str]) -> bool:
-    for name in names:
-        module = module._modules.get(name) if module is not None else None
-    return module is not None
+def _self_of_function(rest: CodeType, frame: FrameType | None) -> Any:
+    """`self` of the function that code is the rest of behind a graph break, where that has it no more. No other frame is read:
+    recomputations have others, and before Python 3.13 reading the locals of a frame keeps them alive."""
+    function = function_name(rest.co_name)
+    while frame is not None and function != rest.co_name:
+        if (frame.f_code.co_name, frame.f_code.co_filename) == (function, rest.co_filename):
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
 
 
 def _attribute_or_item(value: Any, name: str) -> Any:
     """What Dynamo's path names in a value; None where there is nothing. Of user code only containers' runs."""
+    if isinstance(value, nn.Module) and name in value._modules:
+        return value._modules[name]
     if isinstance(value, Mapping):
         return next((item for key, item in value.items() if str(key) == name), None)
     if isinstance(value, Sequence):
         return value[int(name)] if name.isdigit() and int(name) < len(value) else None
-    if isinstance(value, nn.Module) and name in value._modules:
-        return value._modules[name]
     if inspect.ismemberdescriptor(getattr(type(value), name, None)):  # a slot
         return getattr(value, name, None)
     return getattr(value, "__dict__", {}).get(name)
@@ -324,8 +316,7 @@ def _ends_model(frame: Any, root: nn.Module | None) -> bool:
     every = {id(p) for p in root.parameters()}
     held = [x for x in frame.f_locals.values() if isinstance(x, nn.Module)]
     whole = [module for module in held if every <= {id(p) for p in module.parameters()}]
-    function = frame.f_code.co_name
-    return any(function == name or f"_in_{name}_at_" in function for module in whole for name in _calls_of(module))
+    return any(function_name(frame.f_code.co_name) in _calls_of(module) for module in whole)
 
 
 def _calls_of(module: nn.Module) -> set[str]:

@@ -529,19 +529,19 @@ def named(code: CodeType) -> str:
 def _at(function: str, file: str, line: int | None) -> str:
     if file == _WRAP and function.startswith(FRAME):
         return f"the forward of {function.removeprefix(FRAME).rpartition('_')[0]}"
-    return f"{_plain(function)} ({os.path.basename(file)}:{line})"
+    return f"{function_name(function)} ({os.path.basename(file)}:{line})"
 
 
-def _plain(function: str) -> str:
-    """The name of a function; of one that Dynamo made of the rest of a function, the latter's."""
-    return function.removeprefix(_RESUMES).partition("_at_")[0] if function.startswith(_RESUMES) else function
+def function_name(name: str) -> str:
+    """The name of a function; of one that Dynamo made of the rest of a function behind a graph break, the latter's."""
+    return name.removeprefix(_RESUMES).rpartition("_at_")[0] if name.startswith(_RESUMES) else name
 
 
 def _place(code: CodeType, stack: Iterable[FrameSummary]) -> str:
     """A function with the line that broke its graph and, if that line is in a function it calls, the latter. stack: the user's
     code where Dynamo stopped, the innermost function last."""
     users = [at for at in stack if not at.filename.startswith((_TORCH, _OWN))]
-    own = [at for at in users if (at.filename, _plain(at.name)) == (code.co_filename, _plain(code.co_name))]
+    own = [at for at in users if (at.filename, function_name(at.name)) == (code.co_filename, function_name(code.co_name))]
     place = named(code) if not own else _at(code.co_name, code.co_filename, own[-1].lineno)
     if users and users[-1] not in own:
         place += f", in {_at(users[-1].name, users[-1].filename, users[-1].lineno)}"

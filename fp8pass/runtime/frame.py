@@ -39,9 +39,9 @@ from fp8pass.runtime.cache_key import request_key
 from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
     describe_inputs,
+    module_variables,
     modules_in_call,
-    modules_in_trace,
-    real_inputs,
+    placement_in_trace,
     surroundings_of,
     with_extra_inputs,
     without_regions,
@@ -91,15 +91,15 @@ class Instance:
         trains: bool,
         parameters: Hashable,
         seen: Mapping[int, Seen],
-        modules: Sequence[weakref.ref[nn.Module]] = (),
+        modules: Sequence[nn.Module] = (),
     ):
-        """parameters: their identities. seen: the Parameters, by their positions among the arguments. modules: those that hold
-        them, or that tell the instance where there are none."""
+        """parameters: their identities, and those of `modules` where these tell the instance. seen: the Parameters, by their
+        positions among the arguments. modules: also those that hold the Parameters."""
         self.number = next_number()
         self.parameters = parameters
         self._seen = seen
         self._lost: list[object] = []  # Of the modules, those that are gone.
-        self._modules = [weakref.ref(module, self._lost.append) for held in modules if (module := held()) is not None]
+        self._modules = [weakref.ref(module, self._lost.append) for module in modules]
         self._first = next(iter(seen), 0)
         self.bound = bound  # Per provider that the graph has inputs of, by its position among all.
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
@@ -144,6 +144,13 @@ class Instance:
                 inputs.note_started()
 
 
+class Instances(dict[Hashable, Instance]):
+    """The live instances of a graph in a session, by the identities of their Parameters. by_modules: and of their modules, as
+    the Parameters of one or more do not tell them (`ModuleNames.is_told`)."""
+
+    by_modules = False
+
+
 class DynamoGraph:
     """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive. Invariant: a
     graph receives the extra inputs of the instance whose Parameters it receives."""
@@ -170,8 +177,7 @@ class DynamoGraph:
         whole = None if has_break else code
         self.inputs = describe_inputs(gm.graph, session.root(), session.options.fsdp_gather is not None, whole)
         self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
-        traced: Held = () if self._positions or session.root() is None else modules_in_trace(gm)
-        self.placement = session.names.place(self.inputs, real_inputs(gm.graph), traced)
+        self.placement = placement_in_trace(gm, self.inputs, session.names)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
         """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
@@ -179,10 +185,9 @@ class DynamoGraph:
         context = TracingContext.try_get()
         self._context = None if context is None else weakref.ref(context)
         self._fake_mode = None if context is None else context.fake_mode
-        before = [(variable, path) for variable, path, _ in traced]
-        self._modules = functools.partial(modules_in_call, code, before)
-        """The modules that tell instances where the graph reads no Parameters."""
-        self._identify = _identity_getter(self._positions) if self._positions else lambda args: self._modules()
+        self._held = functools.partial(modules_in_call, code, module_variables(gm.graph, self.inputs))
+        """The modules that tell instances where Parameters do not."""
+        self._identify = _identity_getter(self._positions)
         self._other_args = _getter([i for i, given in enumerate(self.inputs) if not given.is_parameter])
         self._tensor = next((i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)), None)
         """Position of the first tensor among the arguments."""
@@ -460,15 +465,20 @@ class DynamoGraph:
 
     def _instance(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance | None:
         """The instance that `args` belong to; None where the graph has not run for it."""
-        known = session.instances.get(graph)
+        known: Instances | None = session.instances.get(graph)
         if not known:
             return None
-        identity = self._identify(args)
+        identity = self._key_of(args, self._held() if known.by_modules else None)
         if len(known) == 1:  # mostly so: a thousand identities are compared in a quarter of the time that their hash takes
             (found,) = known.values()
             return found if found.parameters == identity and found.is_of(args) else None
         other = known.get(identity)
         return other if other is not None and other.is_of(args) else None
+
+    def _key_of(self, args: tuple[Any, ...], held: Held | None) -> Hashable:
+        """The identities of an instance's Parameters; held: and of its modules."""
+        identity = self._identify(args)
+        return identity if held is None else (identity, *(id(module) for _, module in held))
 
     def _bind_to(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> tuple[CompiledGraph, Instance]:
         """Bind a graph to the instance that `args` belong to. Where the state has outgrown it, it is compiled once more, for
@@ -489,10 +499,12 @@ class DynamoGraph:
         rewrite = graph.rewrite
         with session.stores.lock:
             self._forget_parameters()
-            key = self._identify(args)
-            held = () if self._positions else self._modules()
-            placement = session.names.place(self.inputs, args, held)
+            known: Instances = session.instances.get(graph, Instances())
+            known.by_modules |= not session.names.is_told(self.inputs, args)
+            held = self._held() if known.by_modules else None
+            placement = session.names.place(self.inputs, args, held or ())
             session.follow_modules()
+            key = self._key_of(args, held)
             graph.check_rules(placement, (graph.key.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
             watched = () if rewrite is None else rewrite.watched
@@ -506,12 +518,13 @@ class DynamoGraph:
             }
             places = places_of(session.root(), [args[i] for i in self._positions])
             seen = {i: Seen(args[i], place) for i, place in zip(self._positions, places, strict=True)}
-            holders = [place.module for place in places if place is not None]
-            instance = Instance(bound, graph.trains, key, seen, [*dict.fromkeys(holders), *(module for *_, module in held)])
-            for known in session.instances.values():
-                for gone in [k for k, other in known.items() if other.is_gone]:
-                    session.eager.forget(known.pop(gone).number)
-            session.instances.setdefault(graph, {})[key] = instance
+            holders = [module for place in places if place is not None and (module := place.module()) is not None]
+            modules = dict.fromkeys((*holders, *(module for _, module in held or ())))
+            instance = Instance(bound, graph.trains, key, seen, tuple(modules))
+            for instances in session.instances.values():
+                for gone in [k for k, other in instances.items() if other.is_gone]:
+                    session.eager.forget(instances.pop(gone).number)
+            session.instances.setdefault(graph, known)[key] = instance
             placements = session.every_graph.setdefault(graph, [])
             if placement not in placements:
                 placements.append(placement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,8 @@ from fp8pass.graph.origin import Path, TensorName, begins, joined
 from fp8pass.scales.stores import Move
 from fp8pass.weights.parameters import Seen
 
-Held = tuple[tuple[str, str, weakref.ref[nn.Module]], ...]
-"""The modules in a frame's variables: (the variable, what begins a path to the module below it, the module)."""
-
-#: The variable and path of the module that a frame's own code belongs to.
-INNERMOST = ("", "")
+Held = tuple[tuple[Path, nn.Module], ...]
+"""Modules that a frame's variables lead to, with their paths below these."""
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
 ROOT = "self"
@@ -44,18 +41,15 @@ class Placement:
         """The path in the user's model of one below a variable: ROOT for the model itself. None is what a frame's own code
         does: it belongs to the module that is `self` there, and is named "matmul" where that is the model itself or unknown."""
         if path is None:
-            variable = "" if "" in self.variables else "self"
-            is_known = self.has_root and "" in self.variables.get(variable, {})
-            return own if is_known and (own := self.name_module(Path(variable, ""))) != ROOT else "matmul"
+            is_known = self.has_root and "" in self.variables.get("self", {})
+            return own if is_known and (own := self.name_module(Path("self", ""))) != ROOT else "matmul"
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
-        beginning = max((p for p in places if begins(p, path.below)), key=len, default=None)
-        if beginning is None:  # no Parameter there is one of the model's
+        if not self.has_root:
+            places = {beginning: "" if prefix == "self" else prefix for beginning, prefix in places.items()}
+        place = _place_in(places, path.below)
+        if place is None:  # no Parameter there is one of the model's
             return str(path)
-        prefix = places[beginning]
-        if not self.has_root and prefix == "self":
-            prefix = ""
-        below = path.below[len(beginning) :].lstrip(".")
-        return without_wrappers(joined(prefix, below), self.wrapped) or (ROOT if self.has_root else path.root)
+        return without_wrappers(place, self.wrapped) or (ROOT if self.has_root else path.root)
 
     def name_tensor(self, name: TensorName) -> TensorName:
         """A tensor's name for this instance."""
@@ -65,7 +59,7 @@ class Placement:
 class ModuleNames:
     """Paths in the user's model for the variables of one call's frames. With a root module, the names of its Parameters place a
     frame: `self` of a frame that reads `layers.3.attn.wq.weight` as `wq.weight` is `layers.3.attn`, and so is `args[0]` of one
-    that reads it as `args[0].wq.weight`. A frame that reads none is placed by the modules in its variables.
+    that reads it as `args[0].wq.weight`. Where they do not tell the place, the modules do that the frame's variables lead to.
 
     A root function has no names of its own: its variables' names replace them, and further instances of a variable are numbered
     in the order of their first call: `layer`, `layer#1`, `layer#2`; one that comes in the place of another that is gone has its
@@ -79,24 +73,34 @@ class ModuleNames:
         self._new: list[str] = []  # Names of variables that were given to new instances since then.
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any], held: Held = ()) -> Placement:
-        """The placement of the instance that a call with `args` belongs to. held: the modules in the variables of its frame,
-        which place variables below which no Parameter is among the arguments."""
-        by_variable: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for given, arg in zip(inputs, args, strict=False):
-            if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
-                by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
+        """The placement of the instance that a call with `args` belongs to. held: the modules that its frame's variables lead
+        to, where `is_told` is False."""
+        by_variable = _by_variable(inputs, args)
         root = self._root()
         if root is None:
             return Placement({v: {"": self._numbered(v, found[0][1])} for v, found in by_variable.items()}, False)
-        known: dict[int, list[str]] = {}
-        for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
-            known.setdefault(id(tensor), []).append(name)
-        places = {v: _places(v, found, known) for v, found in by_variable.items()}
-        paths: dict[nn.Module | None, str] = {m: path for path, m in root.named_modules()} if held else {}
-        for variable, beginning, module in held:
-            if variable not in by_variable and (path := paths.get(module())) is not None:
-                places.setdefault(variable, {})[beginning] = path
+        known = _names_of(root)
+        places = {v: _chosen(_candidates(found, known)) or {"": v} for v, found in by_variable.items()}
+        paths: dict[int, list[str]] = {}
+        for path, module in root.named_modules(remove_duplicate=False) if held else ():
+            paths.setdefault(id(module), []).append(path)
+        for at, module in sorted(held, key=lambda found: len(found[0].below)):
+            found = paths.get(id(module), ())
+            if found and _place_in(places.get(at.root, {}), at.below) not in found:
+                places.setdefault(at.root, {})[at.below] = min(found, key=_length)
         return Placement(places, True, wrapper_paths(root))
+
+    def is_told(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> bool:
+        """True if the Parameters among `args` tell the instance that a call belongs to: one of them has a single place in the
+        model, and no tensor stands in for another, whose module may be any. A function's instances have no other sign."""
+        root = self._root()
+        if root is None:
+            return True
+        if any(given.stands_in for given in inputs):
+            return False
+        known = _names_of(root)
+        found = [_candidates(held, known) for held in _by_variable(inputs, args).values()]
+        return any(len(prefixes) == 1 for candidates in found for prefixes in candidates.values())
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
@@ -145,8 +149,25 @@ def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:
-    """Map the beginnings of the paths of `held` tensors to those in the model: see `Placement.variables`."""
+def _by_variable(inputs: Sequence[GraphInput], args: Sequence[Any]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """The Parameters and buffers among the arguments of a call, with their paths, by the variables that these begin at."""
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for given, arg in zip(inputs, args, strict=False):
+        if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
+            found.setdefault(given.path.root, []).append((given.path.below, arg))
+    return found
+
+
+def _names_of(root: nn.Module) -> dict[int, list[str]]:
+    """The names of a model's Parameters and buffers, by their identities."""
+    known: dict[int, list[str]] = {}
+    for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
+        known.setdefault(id(tensor), []).append(name)
+    return known
+
+
+def _candidates(held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, set[str]]:
+    """Map the beginnings of the paths of `held` tensors to those that may take their place: see `Placement.variables`."""
     candidates: dict[str, set[str]] = {}
     for below, tensor in held:
         pairs = [p for name in known.get(id(tensor), ()) if (p := without_common_end(below, name)) != (below, name)]
@@ -155,8 +176,21 @@ def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int
             found = {prefix for b, prefix in pairs if b == beginning}
             earlier = candidates.get(beginning, found)
             candidates[beginning] = earlier & found or earlier
-    chosen = {b: min(prefixes, key=lambda p: (len(p), p)) for b, prefixes in candidates.items()}
-    return chosen or {"": variable}
+    return candidates
+
+
+def _chosen(candidates: dict[str, set[str]]) -> dict[str, str]:
+    return {beginning: min(prefixes, key=_length) for beginning, prefixes in candidates.items()}
+
+
+def _length(path: str) -> tuple[int, str]:
+    return len(path), path
+
+
+def _place_in(places: Mapping[str, str], below: str) -> str | None:
+    """The path in the model of one below a variable, by what begins it; None where nothing known does."""
+    beginning = max((p for p in places if begins(p, below)), key=len, default=None)
+    return None if beginning is None else joined(places[beginning], below[len(beginning) :].lstrip("."))
 
 
 def without_common_end(left: str, right: str) -> tuple[str, str]:

@@ -158,7 +158,7 @@ class Session:
         self.measuring: InputProvider | None = None  # The provider of measured graphs' inputs; for the first monitor.
         self.every_graph: dict[CompiledGraph, list[Placement]] = {}
         """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
-        self.instances: dict[CompiledGraph, dict[Any, Any]] = {}  # Per graph its live instances, by their Parameters' ids.
+        self.instances: dict[CompiledGraph, Any] = {}  # Per graph its live instances, `frame.Instances`.
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         # Steps, and what may change at their boundaries.
@@ -212,7 +212,7 @@ class Session:
             for known in self.instances.values():
                 for instance in known.values():
                     self.eager.forget(instance.number)
-            self.instances.clear()  # their tensors have other names
+                known.clear()  # their tensors have other names
             root = self.root()
             self.stores.follow(moves, None if root is None else module_paths(root))
 

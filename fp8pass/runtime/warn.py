@@ -173,18 +173,14 @@ def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
 
 
 def _unplaced(session: Session) -> str:
-    """The modules in FP8 of frames that read no Parameter or buffer of the model, and whose variables do not lead to them."""
+    """The modules in FP8 below variables that lead to no module of the model, and below which no Parameter of it is read."""
     root = session.root()
     if root is None or not (session.rules.rules or session.rules.stateful):
         return ""  # nothing depends on places
     paths = module_paths(root)
-    places = [
-        (graph.rewrite, place)
-        for graph, found in session.graphs.items()
-        for place in found
-        if not place.variables.keys() - {""}
-    ]
-    names = {place.name_module(g.path) for made, place in places if made is not None for g in made.gemms if g.quantized} - paths
+    made = [(graph.rewrite.gemms, found) for graph, found in session.graphs.items() if graph.rewrite is not None]
+    gemms = [(gemm.path, place) for gemms, found in made for place in found for gemm in gemms if gemm.quantized]
+    names = {place.name_module(path) for path, place in gemms if path is not None and path.root not in place.variables} - paths
     unplaced = [n for n in sorted(names) if n.removeprefix(_SELF) in paths or any(path.endswith(f".{n}") for path in paths)]
     if not unplaced:
         return ""

@@ -152,8 +152,7 @@ class _Tracer:
 
     def _trace(self, gm: fx.GraphModule, examples: list[Any], needed: Needed) -> None:
         inputs = dynamo_graphs.describe_inputs(gm.graph, self._model)
-        held = dynamo_graphs.modules_in_trace(gm)
-        placement = self._sessions[_BASELINE].names.place(inputs, dynamo_graphs.real_inputs(gm.graph), held)
+        placement = dynamo_graphs.placement_in_trace(gm, inputs, self._sessions[_BASELINE].names)
         surroundings = dynamo_graphs.surroundings_of(gm, self._model)
         gm = dynamo_graphs.without_regions(gm)
         reduced = dynamo_graphs.copied(gm)

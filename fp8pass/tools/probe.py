@@ -35,9 +35,9 @@ from fp8pass.rules import SAVED, Rules
 from fp8pass.runtime.backend import check_device, device_of
 from fp8pass.runtime.dynamo_graphs import (
     describe_inputs,
+    module_variables,
     modules_in_call,
-    modules_in_trace,
-    real_inputs,
+    placement_in_trace,
     surroundings_of,
     traced_code,
     without_regions,
@@ -135,9 +135,8 @@ class Probe:
         if self.rules.has_gemms:
             check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
-        traced, code = modules_in_trace(gm), traced_code()
-        paths = [(variable, path) for variable, path, _ in traced]
-        placement = self.names.place(inputs, real_inputs(gm.graph), traced)
+        code, variables = traced_code(), module_variables(gm.graph, inputs)
+        placement = placement_in_trace(gm, inputs, self.names)
         context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
         gm = without_regions(gm)
         graph = _Graph(self)
@@ -163,7 +162,8 @@ class Probe:
             function = backend(gm, example_inputs)
 
         def run(*args: Any) -> Any:
-            graph.enter(self.names.place(inputs, args, modules_in_call(code, paths)))
+            held = () if self.names.is_told(inputs, args) else modules_in_call(code, variables)
+            graph.enter(self.names.place(inputs, args, held))
             return function(*args)
 
         return run

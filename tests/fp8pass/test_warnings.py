@@ -397,7 +397,7 @@ def test_parts_that_are_compiled_again_are_named_and_nothing_compiled_is_an_erro
 
 def test_layers_that_nothing_tells_apart_are_said_once(monkeypatch):
     """Rules with their paths do not apply, and they share histories."""
-    monkeypatch.setattr("fp8pass.runtime.frame.modules_in_trace", lambda graph: ())
+    monkeypatch.setattr("fp8pass.runtime.dynamo_graphs._modules_at", lambda *frame: ())
     compiled, strict = (make(BrokenLayers(2), RECIPE, rules={"layers.0.up": None}, strict=strict) for strict in (False, True))
 
     def run(model):
