@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import operator
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from fp8pass.runtime.eager import function_name
 from fp8pass.runtime.instances import Held, ModuleNames, Placement, without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
 
+#: What Dynamo writes for an attribute whose name is a number, as nn.ParameterList has them.
+_GETATTR = re.compile(r"^getattr\((.*), '(\d+)'\)$")
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
 _CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "inner"})
 
@@ -86,7 +89,8 @@ def _source_of(placeholder: fx.Node) -> str:
     """Dynamo's expression for an input, in the variables of the frame; "" where it has none."""
     source: Any = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)  # a method before torch 2.12
+    text = str(name() if callable(name) else name)  # a method before torch 2.12
+    return _GETATTR.sub(r"\1.\2", text)
 
 
 def real_inputs(graph: fx.Graph) -> list[Any]:

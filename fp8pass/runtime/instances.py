@@ -167,10 +167,12 @@ def _names_of(root: nn.Module) -> dict[int, list[str]]:
 
 
 def _candidates(held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, set[str]]:
-    """Map the beginnings of the paths of `held` tensors to those that may take their place: see `Placement.variables`."""
+    """Map the beginnings of the paths of `held` tensors to those that may take their place: see `Placement.variables`. A tensor
+    with another name in the frame, such as an argument of a function, is a place of its own."""
     candidates: dict[str, set[str]] = {}
     for below, tensor in held:
-        pairs = [p for name in known.get(id(tensor), ()) if (p := without_common_end(below, name)) != (below, name)]
+        every = [(below, name) for name in known.get(id(tensor), ())]
+        pairs = [found for pair in every if (found := without_common_end(*pair)) != pair] or every
         beginning = min((b for b, _ in pairs), key=len, default=None)
         if beginning is not None:
             found = {prefix for b, prefix in pairs if b == beginning}

@@ -1,5 +1,6 @@
 """Graph breaks and regional compilation: one graph serves many layers, each layer has its own histories and names."""
 
+import contextlib
 import copy
 import weakref
 
@@ -11,7 +12,7 @@ from torch.func import functional_call
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
-from tests.support.models import BrokenBlock, BrokenLayers, ResidualMlp, Stack, mlp
+from tests.support.models import BrokenBlock, BrokenLayers, Net, ResidualMlp, Stack, mlp
 from tests.support.numerics import sqnr
 from tests.support.training import fp8, train
 from tests.tolerances import SQNR_MODEL_OUTPUT
@@ -79,6 +80,45 @@ def test_rules_that_part_layers_of_one_graph_are_refused():
 
 
 # -- graphs without Parameters among their inputs: the modules in the variables of their frames tell layers apart
+
+
+class Bare(nn.Module):
+    """Parameters of its own, in front of a break."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.ups = nn.ParameterList([nn.Parameter(torch.randn(64, 96) * factor / 8)])
+        self.down = nn.Parameter(torch.randn(96, 64) / factor / 8)
+
+    def forward(self, x):
+        x = x + torch.relu(x @ self.ups[0]) @ self.down
+        torch._dynamo.graph_break()
+        return x
+
+
+class Rotated(nn.Module):
+    """What it shares with other layers, a table and a norm, and linears of its own, in front of a break."""
+
+    def __init__(self, factor, rotary, norm):
+        super().__init__()
+        self.rotary, self.norm = rotary, norm
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        with torch.no_grad():
+            self.up.weight.mul_(factor), self.down.weight.div_(factor)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.up(self.norm(x) * self.rotary.weight)))
+        torch._dynamo.graph_break()
+        return x
+
+
+def bare():
+    return Stack(Bare(4.0**i) for i in range(3))
+
+
+def rotated():
+    rotary, norm = nn.Linear(64, 1).requires_grad_(False), nn.LayerNorm(64)
+    return Stack(Rotated(4.0**i, rotary, norm) for i in range(3))
 
 
 class Products(nn.Module):
@@ -166,7 +206,7 @@ class Run(nn.Module):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
-    "make", [lambda: Stack(BrokenBlock(64, 96) for _ in range(3)), mlp, lambda: Run(False), lambda: Run(True)]
+    "make", [lambda: Stack(BrokenBlock(64, 96) for _ in range(3)), mlp, lambda: Run(False), lambda: Run(True), bare, rotated]
 )
 def test_layers_that_run_with_other_tensors_than_their_parameters_are_told_apart(make, in_place):
     model = make()
@@ -186,16 +226,66 @@ def test_products_of_activations_behind_breaks_belong_to_their_layers():
         outputs_and_scales(model, rules={"layers.0.core": None})
 
 
-def test_layers_under_fsdp1_have_names_and_histories_as_without_it():
-    model = Stack(ResidualMlp(64) for _ in range(2))
-    expected = outputs_and_scales(copy.deepcopy(model))
-    how = {"use_orig_params": True, "device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+@contextlib.contextmanager
+def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model.layers = nn.ModuleList(FullyShardedDataParallel(layer, **how) for layer in model.layers)
-        assert_told_apart(outputs_and_scales(FullyShardedDataParallel(model, **how)), expected)
+        yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def fsdp1(model):
+    """A stack whose layers are wrapped, and itself."""
+    how = {"use_orig_params": True, "device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    model.layers = nn.ModuleList(FullyShardedDataParallel(layer, **how) for layer in model.layers)
+    return FullyShardedDataParallel(model, **how)
+
+
+@pytest.mark.parametrize("make", [lambda: Stack(ResidualMlp(64) for _ in range(2)), bare, rotated])
+def test_layers_under_fsdp1_have_names_and_histories_as_without_it(make):
+    model = make()
+    expected = outputs_and_scales(copy.deepcopy(model))
+    with one_rank():
+        assert_told_apart(outputs_and_scales(fsdp1(model)), expected)
+
+
+@pytest.mark.parametrize(("make", "parts"), [(bare, ("", ".ups")), (rotated, (".up", ".down"))])
+def test_rules_reach_a_layer_that_shares_a_parameter_or_has_bare_ones(make, parts):
+    """The first layer, whose input needs no gradient, has a graph of its own."""
+    with one_rank():
+        for wrap, run in ((lambda model: model, call_with_tensors), (fsdp1, call)):
+            compiled = fp8(wrap(make()), rules={"layers.0*": None})
+            run(compiled, torch.randn(16, 64)).sum().backward()
+            found = {(gemm.module, gemm.quantized) for gemm in inspect(compiled).gemms}
+            assert found == {(f"layers.{i}{part}", i > 0) for i in range(3) for part in parts}
+
+
+def test_a_tied_head_has_one_name():
+    model = Net(lambda m, x: m.head(m.embedding(x)), embedding=nn.Embedding(96, 64), head=mlp(hidden=64, outputs=96))
+    model.head[2].weight, names = model.embedding.weight, []
+    for run in (call, call_with_tensors):
+        compiled = fp8(copy.deepcopy(model), RECIPE)
+        run(compiled, torch.arange(16)).sum().backward()
+        names.append((set(state(compiled).tensors), {g.module for g in inspect(compiled).gemms}))
+    assert names[0] == names[1]
+    assert "head.2:weight" in names[0][0]
+
+
+def test_parameters_that_a_function_behind_a_break_takes_have_their_own_histories():
+    def product(x, w):
+        torch._dynamo.graph_break()
+        return x @ w
+
+    def forward(model, x):
+        for layer in model.layers:
+            x = x + product(torch.relu(product(x, layer.ups[0])), layer.down)
+        return x
+
+    compiled = fp8(Net(forward, layers=nn.ModuleList(Bare(4.0**i) for i in range(2))), RECIPE)
+    compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    paths = {f"layers.{i}.{name}" for i in range(2) for name in ("ups.0", "down")}
+    assert set(state(compiled).tensors) == {f"{path}:{kind}" for path in paths for kind in KINDS}
 
 
 @pytest.mark.parametrize("model", [lambda x: (x @ x.t()).relu(), Stack(Attention() for _ in range(2))])

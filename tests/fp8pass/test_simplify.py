@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import fp8_compile, inspect, state
+from fp8pass import fp8_compile, inspect, rewrite_graph, state
 from fp8pass.rewrite.runner import without
 from fp8pass.rewrite.simplify import fold_elements, share_sigmoids, shared_sigmoids
 from tests.support.cases import each
@@ -111,6 +112,29 @@ def test_a_frozen_weight_of_strided_rows_is_one_weight(recipe, rules, dynamic):
         made.append({name: state(compiled).scale(name) for name in state(compiled).tensors})
         assert not any(calls(graph.after.graph, aten.bmm.default) for graph in inspect(compiled).graphs)
     assert all(same(a, b) for a, b in zip(made[:4], made[4:], strict=True))
+
+
+@pytest.mark.parametrize("rules", [None, {"w:grad_weight": None}])
+def test_the_gradient_of_a_trained_weight_that_is_repeated_is_its_own(rules):
+    """In a graph of make_fx, which tells nothing of it but its operands: in FP8, by its rule, and as `fp8_compile` has it."""
+    up, w, x = nn.Linear(64, 64, bias=False), nn.Parameter(torch.randn(64, 96)), torch.randn(4, 32, 64)
+    model = Net(lambda m, x: torch.bmm(m.up(x), m.w.expand(4, -1, -1)), up=up, w=w)
+    names, given = ["up.weight", "w"], [up.weight, w, x]
+
+    def step(up, w, x):
+        loss = functional_call(model, {"up.weight": up, "w": w}, x).square().mean()
+        return loss, *torch.autograd.grad(loss, [up, w])
+
+    graph = make_fx(step, tracing_mode="fake")(*[p.detach().requires_grad_() for p in given[:2]], x)
+    rewritten = rewrite_graph(graph, "current", rules=rules, select="all", inputs=[*names, None])
+    rows = {(g.role, g.quantized) for g in rewritten.inspect().gemms if g.module == "w"}
+    assert rows == {("output", True), ("grad_input", True), ("grad_weight", rules is None)}
+    with torch.no_grad():
+        found = rewritten(*given)
+    compiled = fp8_compile(model, "current", rules=rules, select="all", backend="aot_eager")
+    loss = compiled(x).square().mean()
+    loss.backward()
+    assert same(tuple(found), (loss.detach(), up.weight.grad, w.grad))
 
 
 def test_in_high_precision_its_product_is_torchs():

@@ -1,11 +1,13 @@
 """The state of delayed scaling: names, step boundaries, what is recorded, checkpoints."""
 
+import copy
 import functools
 import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
@@ -180,6 +182,24 @@ def test_a_module_with_the_identities_of_one_that_is_gone_is_new():
     train(compiled, x())
     state(compiled).step()
     assert state(compiled).amax_history("head:input").count_nonzero() == 1
+
+
+@pytest.mark.parametrize("given", ["", "head"])
+def test_a_module_in_the_place_of_another_whose_parameters_are_tensors_is_new(given):
+    """As torch.func.functional_call passes them, all or some: outputs and state are as without it."""
+    model, made = Net(lambda m, x: m.head(m.body(x)), body=layer(), head=layer()), []
+    new, batches = layer(100), [x() for _ in range(4)]
+    for run in (lambda compiled, x: compiled(x), lambda compiled, x: functional_call(compiled, tensors(compiled, given), x)):
+        compiled = fp8(copy.deepcopy(model), SHORT)
+        train(lambda x, of=compiled, run=run: run(of, x), *batches[:2])
+        compiled.head = copy.deepcopy(new)
+        made.append((train(lambda x, of=compiled, run=run: run(of, x), *batches[2:]), state(compiled).state_dict()))
+    assert same(*made)
+
+
+def tensors(model, prefix):
+    """The values of a model's Parameters in tensors that are none."""
+    return {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n.startswith(prefix)}
 
 
 def test_a_module_in_the_place_of_another_has_empty_histories():
