@@ -107,7 +107,7 @@ class Rotated(nn.Module):
             self.up.weight.mul_(factor), self.down.weight.div_(factor)
 
     def forward(self, x):
-        x = x + self.down(torch.relu(self.up(self.norm(x) * self.rotary.weight)))
+        x = x + self.down(torch.relu(self.up(self.norm(x) * self.rotary.table)))
         torch._dynamo.graph_break()
         return x
 
@@ -117,23 +117,25 @@ def bare():
 
 
 def rotated():
-    rotary, norm = nn.Linear(64, 1).requires_grad_(False), nn.LayerNorm(64)
+    rotary, norm = nn.Module(), nn.LayerNorm(64)
+    rotary.register_buffer("table", torch.rand(64))
     return Stack(Rotated(4.0**i, rotary, norm) for i in range(3))
 
 
 class Products(nn.Module):
-    """Products of activations behind breaks, in a module without Parameters and in the block's own code."""
+    """Products of activations behind breaks, in a module without Parameters and in the block's own code, which reads a norm that
+    other blocks share."""
 
-    def __init__(self):
+    def __init__(self, norm):
         super().__init__()
-        self.up, self.core = nn.Linear(64, 64), Attention()
+        self.up, self.core, self.norm = nn.Linear(64, 64), Attention(), norm
 
     def forward(self, x):
         h = self.up(x)
         torch._dynamo.graph_break()
         h = self.core(h)
         torch._dynamo.graph_break()
-        return (h @ x.t()).softmax(-1) @ h
+        return (h @ x.t()).softmax(-1) @ self.norm(h)
 
 
 class Attention(nn.Module):
@@ -215,7 +217,8 @@ def test_layers_that_run_with_other_tensors_than_their_parameters_are_told_apart
 
 
 def test_products_of_activations_behind_breaks_belong_to_their_layers():
-    model = Stack(Products() for _ in range(2))
+    norm = nn.LayerNorm(64)
+    model = Stack(Products(norm) for _ in range(2))
     alone = copy.deepcopy(model)
     layers = {f"layers.{i}.": fp8(layer, RECIPE, select="all", in_place=True) for i, layer in enumerate(alone.layers)}
     expected = three_steps(alone, layers)
