@@ -69,7 +69,7 @@ class ModuleNames:
         self._root = root
         self._modules: dict[str, weakref.ref[nn.Module]] = {}  # The root's modules by their paths, when `moves` last looked.
         self._children: list[tuple[str, weakref.ref[nn.Module]]] = []  # Then too, what `_children` returns.
-        self._seen: dict[str, list[Seen]] = {}
+        self._seen: dict[str, list[dict[str, Seen | _SeenModule]]] = {}  # The instances of a function's variables.
         self._new: list[str] = []  # Names of variables that were given to new instances since then.
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any], held: Held = ()) -> Placement:
@@ -78,7 +78,10 @@ class ModuleNames:
         by_variable = _by_variable(inputs, args)
         root = self._root()
         if root is None:
-            return Placement({v: {"": self._numbered(v, found[0][1])} for v, found in by_variable.items()}, False)
+            things: dict[str, dict[str, Any]] = {variable: dict(found) for variable, found in by_variable.items()}
+            for at, module in held:
+                things.setdefault(at.root, {})[at.below] = module
+            return Placement({v: {"": self._numbered(v, found)} for v, found in things.items()}, False)
         known = _names_of(root)
         places = {v: _chosen(_candidates(found, known)) or {"": v} for v, found in by_variable.items()}
         paths: dict[int, list[str]] = {}
@@ -92,24 +95,28 @@ class ModuleNames:
 
     def is_told(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> bool:
         """True if the Parameters among `args` tell the instance that a call belongs to: one of them has a single place in the
-        model, and no tensor stands in for another, whose module may be any. A function's instances have no other sign."""
+        model, and no tensor stands in for another, whose module may be any."""
+        if any(given.stands_in for given in inputs):
+            return False
         root = self._root()
         if root is None:
             return True
-        if any(given.stands_in for given in inputs):
-            return False
         known = _names_of(root)
         found = [_candidates(held, known) for held in _by_variable(inputs, args).values()]
         return any(len(prefixes) == 1 for candidates in found for prefixes in candidates.values())
 
-    def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
-        seen = self._seen.setdefault(variable, [])
-        known = next((i for i, one in enumerate(seen) if one.is_of(tensor)), None)
-        number = next((i for i, one in enumerate(seen) if one.is_gone), len(seen)) if known is None else known
+    def _numbered(self, variable: str, things: Mapping[str, Any]) -> str:
+        """The name of an instance of a function's variable. things: Parameters and modules below it, by their paths."""
+        every = self._seen.setdefault(variable, [])
+        known = next((i for i, seen in enumerate(every) if _agree(seen, things)), None)
+        number = next((i for i, seen in enumerate(every) if all(x.is_gone for x in seen.values())), len(every))
+        number = number if known is None else known
         name = f"{variable}#{number}" if number else variable
         if known is None:
-            seen[number : number + 1] = [Seen(tensor, None)]
+            every[number : number + 1] = [{}]
             self._new.append(name)
+        for path, thing in things.items():
+            every[number][path] = _SeenModule(thing) if isinstance(thing, nn.Module) else Seen(thing, None)
         return name
 
     def moves(self, named: Callable[[], Iterable[str]], away: Collection[nn.Module]) -> list[Move]:
@@ -137,6 +144,26 @@ class ModuleNames:
                 place = places.get(id(module))
                 found.append((module, path, None if place is None else place + path[len(above) :]))
         return found
+
+
+class _SeenModule:
+    """A module that a call has been of."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def is_of(self, module: nn.Module) -> bool:
+        return self._module() is module
+
+    @property
+    def is_gone(self) -> bool:
+        return self._module() is None
+
+
+def _agree(seen: Mapping[str, Seen | _SeenModule], things: Mapping[str, Any]) -> bool:
+    """True if an instance has one of these things, and another one nowhere: what is gone may have been replaced."""
+    same = [(seen[path].is_of(thing), seen[path].is_gone) for path, thing in things.items() if path in seen]
+    return any(is_same for is_same, _ in same) and all(is_same or is_gone for is_same, is_gone in same)
 
 
 def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:

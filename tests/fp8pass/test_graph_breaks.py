@@ -123,8 +123,8 @@ def rotated():
 
 
 class Products(nn.Module):
-    """Products of activations behind breaks, in a module without Parameters and in the block's own code, which reads a norm that
-    other blocks share."""
+    """Products of activations behind breaks, in a module without Parameters and in the block's own code, which reads a norm of
+    all blocks."""
 
     def __init__(self, norm):
         super().__init__()
@@ -227,6 +227,18 @@ def test_products_of_activations_behind_breaks_belong_to_their_layers():
     assert {name.partition(":")[0] for name in found[1]} == {f"layers.{i}{of}" for i in range(2) for of in ("", ".up", ".core")}
     with pytest.raises(RuleError, match=r"layers\.0\.core and layers\.1\.core share one compiled graph"):
         outputs_and_scales(model, rules={"layers.0.core": None})
+
+
+@pytest.mark.parametrize("run", [call, call_with_tensors])
+def test_layers_that_a_compiled_function_calls_have_their_own_histories(run):
+    """They have the outputs and scales of a compiled model, by names of the function's variables."""
+    model = rotated()
+    expected = outputs_and_scales(copy.deepcopy(model))
+    compiled = fp8(lambda x: run(model, x), RECIPE)
+    found = three_steps(compiled, {"": compiled})
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert sorted(found[1].values()) == sorted(expected[1].values())
+    assert {name.rpartition(".")[0] for name in found[1]} == {"", "self#1", "self#2"}
 
 
 @contextlib.contextmanager
