@@ -195,22 +195,20 @@ def modules_in_call(code: CodeType | None, paths: Sequence[Path]) -> Held:
 
 
 def _modules_at(paths: Sequence[Path], frame: Any, outer: FrameType | None) -> Held:
-    variables, found = frame.f_locals, dict[Path, Any]()
+    variables, values, found = frame.f_locals, dict[str, Any](), list[tuple[Path, nn.Module]]()
     for name in {path.root for path in paths}:
         if name == "self" and name not in variables:
             value = _self_of_function(frame.f_code, outer)
         else:
             value = variables.get(name, frame.f_globals.get(name))
-        found[Path(name, "")] = value.__self__ if inspect.ismethod(value) else value
-    return tuple((path, value) for path in paths if isinstance(value := _value_at(path, found), nn.Module))
-
-
-def _value_at(path: Path, found: dict[Path, Any]) -> Any:
-    """What is at a path from a variable; what is at paths before it is found once."""
-    if path not in found:
-        above, _, last = path.below.rpartition(".")
-        found[path] = _attribute_or_item(_value_at(Path(path.root, above), found), last)
-    return found[path]
+        values[name] = value.__self__ if inspect.ismethod(value) else value
+    for path in paths:
+        value = values[path.root]
+        for part in path.below.split(".") if path.below else ():
+            value = _attribute_or_item(value, part)
+        if isinstance(value, nn.Module):
+            found.append((path, value))
+    return tuple(found)
 
 
 def _self_of_function(rest: CodeType, frame: FrameType | None) -> Any:

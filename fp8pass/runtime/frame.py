@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from fp8pass.errors import ForwardModeError
+from fp8pass.graph.origin import Path
 from fp8pass.inputs import USUAL, BoundInputs, InputsMissing, Needed, Placed, Records, in_backward
 from fp8pass.options import CompileOptions
 from fp8pass.runtime import cache
@@ -185,8 +186,6 @@ class DynamoGraph:
         context = TracingContext.try_get()
         self._context = None if context is None else weakref.ref(context)
         self._fake_mode = None if context is None else context.fake_mode
-        self._held = functools.partial(modules_in_call, code, module_variables(gm.graph, self.inputs))
-        """The modules that tell instances where Parameters do not."""
         self._identify = _identity_getter(self._positions)
         self._other_args = _getter([i for i, given in enumerate(self.inputs) if not given.is_parameter])
         self._tensor = next((i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)), None)
@@ -462,6 +461,14 @@ class DynamoGraph:
         return result
 
     # -- module instances
+
+    @functools.cached_property
+    def _variables(self) -> tuple[Path, ...]:
+        return module_variables(self._module.graph, self.inputs)
+
+    def _held(self) -> Held:
+        """The modules of a call, which tell its instance where Parameters do not."""
+        return modules_in_call(self.code, self._variables)
 
     def _instance(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance | None:
         """The instance that `args` belong to; None where the graph has not run for it."""

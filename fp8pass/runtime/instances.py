@@ -199,7 +199,7 @@ def _candidates(held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]
     candidates: dict[str, set[str]] = {}
     for below, tensor in held:
         every = [(below, name) for name in known.get(id(tensor), ())]
-        pairs = [found for pair in every if (found := without_common_end(*pair)) != pair] or every
+        pairs = [short for pair in every if (short := without_common_end(*pair)) != pair] or every
         beginning = min((b for b, _ in pairs), key=len, default=None)
         if beginning is not None:
             found = {prefix for b, prefix in pairs if b == beginning}
