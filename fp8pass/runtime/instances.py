@@ -109,8 +109,10 @@ class ModuleNames:
         """The name of an instance of a function's variable. things: Parameters and modules below it, by their paths."""
         every = self._seen.setdefault(variable, [])
         known = next((i for i, seen in enumerate(every) if _agree(seen, things)), None)
-        number = next((i for i, seen in enumerate(every) if all(x.is_gone for x in seen.values())), len(every))
-        number = number if known is None else known
+        left = (
+            i for i, seen in enumerate(every) if _agree(seen, things, or_gone=True) or all(x.is_gone for x in seen.values())
+        )
+        number = next(left, len(every)) if known is None else known
         name = f"{variable}#{number}" if number else variable
         if known is None:
             every[number : number + 1] = [{}]
@@ -160,10 +162,10 @@ class _SeenModule:
         return self._module() is None
 
 
-def _agree(seen: Mapping[str, Seen | _SeenModule], things: Mapping[str, Any]) -> bool:
-    """True if an instance has one of these things, and another one nowhere: what is gone may have been replaced."""
-    same = [(seen[path].is_of(thing), seen[path].is_gone) for path, thing in things.items() if path in seen]
-    return any(is_same for is_same, _ in same) and all(is_same or is_gone for is_same, is_gone in same)
+def _agree(seen: Mapping[str, Seen | _SeenModule], things: Mapping[str, Any], or_gone: bool = False) -> bool:
+    """True if an instance has some of these things, and no other one in the place of any. or_gone: but what is gone."""
+    both = [(seen[path], thing) for path, thing in things.items() if path in seen]
+    return bool(both) and all(one.is_of(thing) or (or_gone and one.is_gone) for one, thing in both)
 
 
 def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
         ("owners of weights are not asked for", "*owners, *map(", "*map(")),
     *_of("runtime/instances.py", "fp8pass/test_graph_breaks.py fp8pass/test_state.py -k products_or_tensors_is_new_or_function_calls",
         ("a Parameter that layers share tells them", "return any(len(prefixes) == 1 for", "return any(prefixes for"),
-        ("instances that share one thing are one", "and all(is_same or is_gone for is_same, is_gone in same)", ""),
+        ("instances that share one thing are one", "all(one.is_of(thing)", "any(one.is_of(thing)"),
         ("Parameters tell what tensors stand in for", "if any(given.stands_in for given in inputs):", "if False:")),
     *_of("runtime/frame.py", "fp8pass/test_state.py -k identities",
         ("modules that are gone are not noticed", "return not self._lost and (", "return (")),
