@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8pass import diff, fp8_compile, fp8_uncompile, inspect
 from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, StrictError
+from fp8pass.runtime.eager import function_name
 from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 from tests.support.cases import rest
@@ -309,6 +310,11 @@ class Around(Model):
 
     def forward(self, x):
         return self.inner(self.before(x) * (1 + self.turn))
+
+
+def test_the_rest_of_a_function_has_its_name():
+    rests = ("forward", "torch_dynamo_resume_in_forward_at_7", "torch_dynamo_resume_in_look_at_me_at_12")
+    assert [*map(function_name, rests)] == ["forward", "forward", "look_at_me"]
 
 
 def test_the_limit_of_a_frame_is_the_cause_of_what_it_calls():
