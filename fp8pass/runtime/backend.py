@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.output_code import OutputCode
 from torch._subclasses import FakeTensorMode
@@ -214,6 +216,8 @@ def compile_inductor(
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not generates_code:
             return boxed_nop(graph, list(inputs))
+        if kwargs.get("is_backward") and functorch_config.force_non_lazy_backward_lowering:
+            _keep_saved_tensors()
         register_lowerings()
         prepare_checked(graph.graph, prepare)
         refuse_nan_asserts(graph.graph, patches)
@@ -229,6 +233,14 @@ def compile_inductor(
     partitioner = KeepPartition(joint_pass.compiled, given, joint_pass.options.saved_activations)
     all_patches = {**patches, "joint_custom_pre_pass": joint_pass, "custom_partitioner_fn": partitioner}
     return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
+
+
+def _keep_saved_tensors() -> None:
+    """Let backwards keep the tensors that the graph saves (`retain_graph`): nothing is written over them (`donated_buffer`).
+    Torch decides by the first backward, which a graph that is compiled at once has not seen."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 class KeepPartition(CustomPartitionerFn):
@@ -295,6 +307,7 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         return forward(graph, inputs)
 
     def backward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
+        _keep_saved_tensors()
         return EagerCode(graph, is_backward=True)
 
     backend = aot_autograd(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, inspect, state
@@ -214,3 +215,25 @@ def test_a_state_that_was_saved_before_a_step_starts_again():
     pair.step(x)
     state(pair.delayed).load_state_dict(before)
     assert_equal(pair.step(1e-3 * x), training.step(pair.current, pair.twin, 1e-3 * x))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_backwards_of_generated_code_that_keep_their_graph(first):
+    """From the first step on, and later: equal to what torch makes of a graph without donated buffers."""
+    x = torch.randn(32, 64)
+
+    def trained(**patches):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        compiled, found = fp8(model, "delayed", backend="inductor"), []
+        for step in range(3):
+            y = compiled(x)
+            with functorch_config.patch(**patches):
+                y.sum().backward(retain_graph=first or step == 2)
+                if first or step == 2:
+                    y.square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    assert same(trained(), trained(donated_buffer=False))

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
@@ -23,13 +22,6 @@ from tests.support.training import gradients, same
 RECIPE = fp8pass.DelayedScaling(amax_history_len=4)
 GIVEN = {"select": "all", "backend": "aot_eager"}
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def no_donated_buffers():
-    """Torch refuses a second backward of graphs that were compiled with them."""
-    with functorch_config.patch(donated_buffer=False):
-        yield
 
 
 def make_blocks(count, seed=0):

@@ -12,7 +12,6 @@ import types
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import nested_compile_region
 from torch.func import functional_call, grad, jvp, vjp
@@ -657,8 +656,7 @@ def retained_graph(fp8):
         out.mean().backward(retain_graph=True)
         return loss_of(out, x)
 
-    with functorch_config.patch(donated_buffer=False):  # what torch asks for with retain_graph
-        train(fp8, mlp(), loss=loss, scales=True)
+    train(fp8, mlp(), loss=loss, scales=True)
 
 
 @program(recipes=("current", "rowwise", "recent"), options=("in place",))
