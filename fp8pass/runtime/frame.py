@@ -145,13 +145,6 @@ class Instance:
                 inputs.note_started()
 
 
-class Instances(dict[Hashable, Instance]):
-    """The live instances of a graph in a session, by the identities of their Parameters. by_modules: and of their modules, as
-    the Parameters of one or more do not tell them (`ModuleNames.is_told`)."""
-
-    by_modules = False
-
-
 class DynamoGraph:
     """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive. Invariant: a
     graph receives the extra inputs of the instance whose Parameters it receives."""
@@ -472,10 +465,10 @@ class DynamoGraph:
 
     def _instance(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance | None:
         """The instance that `args` belong to; None where the graph has not run for it."""
-        known: Instances | None = session.instances.get(graph)
+        known = session.instances.get(graph)
         if not known:
             return None
-        identity = self._key_of(args, self._held() if known.by_modules else None)
+        identity = self._key_of(args, self._held() if graph in session.by_modules else None)
         if len(known) == 1:  # mostly so: a thousand identities are compared in a quarter of the time that their hash takes
             (found,) = known.values()
             return found if found.parameters == identity and found.is_of(args) else None
@@ -506,9 +499,9 @@ class DynamoGraph:
         rewrite = graph.rewrite
         with session.stores.lock:
             self._forget_parameters()
-            known: Instances = session.instances.get(graph, Instances())
-            known.by_modules |= not session.names.is_told(self.inputs, args)
-            held = self._held() if known.by_modules else None
+            if not session.names.is_told(self.inputs, args):
+                session.by_modules.add(graph)
+            held = self._held() if graph in session.by_modules else None
             placement = session.names.place(self.inputs, args, held or ())
             session.follow_modules()
             key = self._key_of(args, held)
@@ -528,10 +521,10 @@ class DynamoGraph:
             holders = [module for place in places if place is not None and (module := place.module()) is not None]
             modules = dict.fromkeys((*holders, *(module for _, module in held or ())))
             instance = Instance(bound, graph.trains, key, seen, tuple(modules))
-            for instances in session.instances.values():
-                for gone in [k for k, other in instances.items() if other.is_gone]:
-                    session.eager.forget(instances.pop(gone).number)
-            session.instances.setdefault(graph, known)[key] = instance
+            for known in session.instances.values():
+                for gone in [k for k, other in known.items() if other.is_gone]:
+                    session.eager.forget(known.pop(gone).number)
+            session.instances.setdefault(graph, {})[key] = instance
             placements = session.every_graph.setdefault(graph, [])
             if placement not in placements:
                 placements.append(placement)

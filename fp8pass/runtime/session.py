@@ -158,7 +158,9 @@ class Session:
         self.measuring: InputProvider | None = None  # The provider of measured graphs' inputs; for the first monitor.
         self.every_graph: dict[CompiledGraph, list[Placement]] = {}
         """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
-        self.instances: dict[CompiledGraph, Any] = {}  # Per graph its live instances, `frame.Instances`.
+        self.instances: dict[CompiledGraph, dict[Any, Any]] = {}  # Per graph its live instances, by their Parameters' ids.
+        self.by_modules: set[CompiledGraph] = set()
+        """Graphs of which an instance's Parameters do not tell it (`ModuleNames.is_told`): keys have the ids of modules, too."""
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         # Steps, and what may change at their boundaries.
@@ -202,6 +204,7 @@ class Session:
             if is_alike and all(placement in placements for placement in self.every_graph[old]):
                 del self.every_graph[old]
                 self.instances.pop(old, None)
+                self.by_modules.discard(old)
 
     def follow_modules(self) -> None:
         """Let amax histories go with the modules that have another place in the model than when a graph was last bound."""
@@ -212,7 +215,7 @@ class Session:
             for known in self.instances.values():
                 for instance in known.values():
                     self.eager.forget(instance.number)
-                known.clear()  # their tensors have other names
+            self.instances.clear()  # their tensors have other names
             root = self.root()
             self.stores.follow(moves, None if root is None else module_paths(root))
 
