@@ -160,7 +160,7 @@ class Session:
         """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
         self.instances: dict[CompiledGraph, dict[Any, Any]] = {}  # Per graph its live instances, by their Parameters' ids.
         self.by_modules: set[CompiledGraph] = set()
-        """Graphs of which an instance's Parameters do not tell it (`ModuleNames.is_told`): keys have the ids of modules, too."""
+        """Graphs of which an instance's Parameters do not tell it (`ModuleNames.is_told`): keys have ids of modules, too."""
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         # Steps, and what may change at their boundaries.
