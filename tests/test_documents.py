@@ -159,6 +159,20 @@ def test_figures_of_a_benchmark_are_those_of_its_stored_results():
         assert {row[1:] for row in rows if row[0] == letter} <= stored, letter
 
 
+def test_rows_of_the_readme_are_rows_of_the_benchmarks():
+    """Each with six figures: bf16 and five recipes."""
+
+    def figures(path, first, width):
+        tables = (line.strip("| ").split(" | ") for line in (ROOT / path).read_text().splitlines() if line.startswith("| "))
+        return [
+            cells[first : first + 6] for cells in tables if len(cells) == width and cells[first].strip("-.0123456789") == ""
+        ]
+
+    summary, rows = figures("README.md", 1, 9), figures("docs/benchmarks.md", 4, 13)
+    assert len(summary) >= 6
+    assert [row for row in summary if row not in rows] == [], "in the README alone"
+
+
 def test_commits_of_the_benchmarks_are_in_the_history():
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
