@@ -104,6 +104,16 @@ def gathered(x, row, c, cols, stride_r, stride_c):
     return tl.load(pointers, mask=(row >= 0)[:, None] & (c < cols)[None, :], other=0.0)
 
 
+@triton.jit
+def gathered_rows(x, rows, p0, c, cols, width, stride_r, stride_c, BLOCK_P: tl.constexpr):
+    """Of a tile of BLOCK_P tokens from p0 on the rows 4 * k + i, as v_i, float32: see NOTE [four rows a thread]."""
+    v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    return v0, v1, v2, v3
+
+
 @Kernel
 @triton.jit
 def group_columns_kernel(q, rows, out, cols, width, stride_r, stride_c, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
@@ -201,10 +211,7 @@ def cast_columns_blockwise_kernel(
             x, rows, q_row, s_row, cols, row_cols, num_rows, width, p0, c0, stride_r, stride_c, overflow_scale, epsilon,
             E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, BLOCK_P, BLOCK_C,
         )  # fmt: skip
-    v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v0, v1, v2, v3 = gathered_rows(x, rows, p0, c, cols, width, stride_r, stride_c, BLOCK_P)
     amax = tl.reduce(largest_of_rows(v0, v1, v2, v3), 0, larger)
     own = block_scale(one_per_thread(amax), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
     inverse = tl.where(c < cols, reciprocal(own, POWER_OF_2), 0.0)
@@ -271,10 +278,7 @@ def cast_columns_rowwise_kernel(
     scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
     scale = tl.broadcast_to(scale[:, None, :], (BLOCK_P // ALIGN, ALIGN // 4, BLOCK_C))
     scale = tl.reshape(scale, (BLOCK_P // 4, BLOCK_C))
-    v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v0, v1, v2, v3 = gathered_rows(x, rows, p0, c, cols, width, stride_r, stride_c, BLOCK_P)
     four = fp8_bits(four_rows(v0, v1, v2, v3), scale[:, :, None, None], E5M2)
     out = q + c0 * width + p0
     store_columns(out, turned(four), left(width, p0, BLOCK_P), left(stored_cols, c0, BLOCK_C), 1, width)

@@ -167,8 +167,7 @@ def spread_out(element: ir.ReinterpretView, step: int) -> ir.StorageBox | None:
     if known.spread is None:
         whole = ir.FixedLayout(layout.device, layout.dtype, [layout.storage_size()], [1])
         load = ir.ReinterpretView(data=ir.StorageBox(base), layout=whole).make_loader()
-        loops = pointwise(layout.device, layout.dtype, lambda index: load(index), whole.size)
-        known.spread = realize_ordered(loops, [step])
+        known.spread = realize_ordered(pointwise(layout.device, layout.dtype, load, whole.size), [step])
     return known.spread
 
 

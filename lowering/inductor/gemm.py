@@ -117,12 +117,11 @@ def _aligned_scale(scale_inv: ir.TensorBox) -> Any:
     x = realize_inputs(scale_inv)
     if _begins_aligned(x):
         return x
-    view = x.data if isinstance(x, ir.TensorBox) else x
-    is_element = isinstance(view, ir.ReinterpretView) and not x.get_size()
-    spread = buffers.spread_out(view, SCALE_ALIGNMENT) if is_element else None
+    is_element = isinstance(x, ir.ReinterpretView) and not x.get_size()
+    spread = buffers.spread_out(x, SCALE_ALIGNMENT) if is_element else None
     if spread is None:
         return ir.ExternKernel.copy_input(x)
-    layout = view.get_layout()
+    layout = x.get_layout()
     return ir.ReinterpretView(
         data=spread, layout=ir.FixedLayout(layout.device, layout.dtype, [], [], SCALE_ALIGNMENT * layout.offset)
     )

@@ -179,8 +179,7 @@ def two_runs(checkpoints, make=lambda: BrokenBlock(64, 96), one_by_one=False, on
     ],
 )
 def test_two_runs_of_a_block_are_repeated_as_they_were(how):
-    with functorch_config.patch(donated_buffer=False):
-        assert same(two_runs(True, **how), two_runs(False, **how))
+    assert same(two_runs(True, **how), two_runs(False, **how))
 
 
 @functools.cache
