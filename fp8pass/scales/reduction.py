@@ -88,7 +88,7 @@ class AmaxReduction:
         reduces. Raises AmaxReductionError on every rank if ranks quantize different tensors, and torch.distributed's errors as
         they are; no store is changed then."""
         stores = [s for s in stores if s.recipe.reduce_amax]
-        known = (self.recipes, *((id(s), len(s), s.layout) for s in stores))  # names change with the layout
+        known = (self.recipes, *((s, len(s), s.layout) for s in stores))  # names change with the layout
         if self._layout is None or self._layout_of != known:
             limits = {
                 (self.recipes.index(store.recipe), name): (limits[store.column(name)], store.entries(name))

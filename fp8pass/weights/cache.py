@@ -149,7 +149,7 @@ class CachedWeight:
 
     def is_of_parameter(self, parameter: torch.Tensor) -> bool:
         """Tell whether a call passes the weight as this Parameter."""
-        return id(parameter) == self._seen[0].id and (parameter.dtype, parameter.device) == (self.dtype, self.device)
+        return self._seen[0].is_of(parameter) and (parameter.dtype, parameter.device) == (self.dtype, self.device)
 
     def found(self) -> Given | None:
         """The tensors to quantize although no call is about to read them; None where these are not known to be there."""

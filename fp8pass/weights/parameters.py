@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -94,6 +94,37 @@ class Seen:
     def is_gone(self) -> bool:
         """True if it can be no more: neither its memory is there, nor does its module hold it."""
         return self._storage is not None and self._storage.expired() and self.tensor() is None
+
+
+Value = TypeVar("Value")
+
+
+class OfParameters(Generic[Value]):
+    """What is known of Parameters that calls have passed, and of no later one with the identity of one that is gone."""
+
+    def __init__(self, root: Callable[[], nn.Module | None]) -> None:
+        """root: the model that may hold them."""
+        self._root = root
+        self._known: dict[int, tuple[Seen, Value]] = {}
+
+    def get(self, tensor: torch.Tensor) -> Value | None:
+        """The value of a Parameter; None if it has none."""
+        seen, value = self._known.get(id(tensor), (None, None))
+        return value if seen is not None and seen.is_of(tensor) else None
+
+    def set(self, tensor: torch.Tensor, value: Value) -> None:
+        """Give a Parameter a value."""
+        seen, _ = self._known.get(id(tensor), (None, None))
+        if seen is None or not seen.is_of(tensor):
+            seen = Seen(tensor, places_of(self._root(), [tensor])[0])
+        self._known[id(tensor)] = seen, value
+
+    def items(self) -> Iterator[tuple[int, Value]]:
+        """The identities and values of the Parameters that are there, those of a model in the modules that held them."""
+        for i, (seen, value) in self._known.items():
+            is_there = not seen.is_gone if seen.place is None else seen.tensor() is not None
+            if is_there:
+                yield i, value
 
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:

@@ -24,6 +24,7 @@ from fp8pass.schemes import scheme_of
 from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights import released
 from fp8pass.weights.cache import RELEASED, CachedWeight, Given, WeightCache, checksums_of, storages_of
+from fp8pass.weights.parameters import OfParameters
 from fp8pass.weights.released import CAN_REFUSE, MESSAGE, copies_of, empty_like, is_released
 from lowering.formats import Granularity
 
@@ -49,8 +50,8 @@ class Releases:
         self.is_on = is_on
         if is_on:
             released.note_use()
-        self.found: dict[int, Release] = {}  # The outcomes, by the identities of the Parameters whose copies graphs have read.
-        self._readers: dict[int, str] = {}  # Identity of a Parameter -> what reads it in high precision.
+        self.found = OfParameters[Release](root)  # The outcomes for the Parameters whose copies graphs have read.
+        self._readers = OfParameters[str](root)  # What reads a Parameter in high precision.
         self._used: dict[int, nn.Parameter] = {}  # The Parameters whose copies have been read in the call that runs.
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -111,9 +112,9 @@ class Releases:
         """Take note of a graph that reads copies of Parameters."""
         for parameter in parameters if self.is_on else ():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
-                if id(parameter) not in self.found:
+                if self.found.get(parameter) is None:
                     reason = None if is_released(parameter) else Reason(ReasonKind.READERS, "its copies are not made yet")
-                    self.found[id(parameter)] = Release(0, reason)
+                    self.found.set(parameter, Release(0, reason))
                 if self._num_calls:
                     self._used[id(parameter)] = parameter
 
@@ -124,7 +125,8 @@ class Releases:
                 if type(args[i]) is nn.Parameter and is_released(args[i]):
                     fix = f". To run this layer on the copies: {NO_FAST_PATH}" if f"aten::{operation}" in FAST_PATH else ""
                     raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}{fix}")
-                self._readers.setdefault(id(args[i]), operation)
+                if self._readers.get(args[i]) is None:
+                    self._readers.set(args[i], operation)
 
     def _release(self, used: Mapping[int, nn.Parameter], has_breaks: bool) -> None:
         """Decide about all before the first gives its values back: copies of weights that share a scale are made of all."""
@@ -138,11 +140,11 @@ class Releases:
             reason = reasons[i]
             if reason is None and any(reasons.get(other, _KEEPS) is not None for w in held for other in w.identities[1:]):
                 reason = _KEEPS
-            self.found[i] = Release(0, reason)
+            self.found.set(used[i], Release(0, reason))
             if reason is None:
                 freed.append(i)
         for i in freed:
-            self.found[i] = _give_back(used[i], {w: there[w] for w in weights[i] if w in fresh})
+            self.found.set(used[i], _give_back(used[i], {w: there[w] for w in weights[i] if w in fresh}))
         if not self._cache.keeps:
             for weight in (w for i, held in weights.items() if i not in freed for w in held):
                 weight.forget()
@@ -154,8 +156,8 @@ class Releases:
         root = self._root()
         if parameter.requires_grad:
             return Reason(ReasonKind.READERS, "it trains")
-        if id(parameter) in self._readers:
-            return Reason(ReasonKind.READERS, f"{self._readers[id(parameter)]} of a compiled graph reads it in high precision")
+        if (reader := self._readers.get(parameter)) is not None:
+            return Reason(ReasonKind.READERS, f"{reader} of a compiled graph reads it in high precision")
         if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):
             return Reason(ReasonKind.READERS, "an embedding reads it in high precision")
         if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
@@ -175,10 +177,10 @@ class Releases:
     def restore(self) -> None:
         """Give all Parameters their values again: those of their copies, which remain valid."""
         found = (record.parameter for record in released.records())
-        parameters = {id(p): p for p in found if id(p) in self.found and is_released(p)}
-        for i, parameter in parameters.items():
+        parameters = {id(p): p for p in found if is_released(p) and self.found.get(p) is not None}
+        for parameter in parameters.values():
             released.restore(parameter, _values_of(parameter))
-            self.found[i] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
+            self.found.set(parameter, Release(0, Reason(ReasonKind.READERS, "it was restored")))
         for weight in (w for parameter in parameters.values() for w in self._cache.of(parameter)):
             given = _given(weight, parameters)
             if weight.made is not None and given is not None:

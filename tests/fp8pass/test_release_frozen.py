@@ -177,6 +177,20 @@ def test_new_values_are_taken_and_given_back_again(way):
     assert bytes_of(model, compiled)[0] == 0
 
 
+def test_a_new_weight_with_the_identity_of_a_bias_that_is_gone_is_released():
+    """A Parameter that replaces another is often where an earlier one was: its identity says nothing of it."""
+    model, compiled = released(num_steps=1)
+    readers = compiled._fp8pass_session.weights.releases._readers
+    bias, weight = model.base[2].bias, nn.Parameter(torch.randn(96, 64), requires_grad=False)
+    assert readers.get(bias) == "scaled_mm"
+    model.base[2].bias, model.base[0].weight = nn.Parameter(torch.zeros(64), requires_grad=False), weight
+    seen, reader = readers._known.pop(id(bias))
+    seen.id = id(weight)  # as where the interpreter gives the memory of the one to the other
+    readers._known[id(weight)] = seen, reader
+    train(model, compiled, 1)
+    assert reasons(compiled) == {"base.0.weight": None, "base.2.weight": None}
+
+
 def as_bytes(tensors):
     return {n: t.contiguous().view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in dict(tensors).items()}
 
