@@ -503,7 +503,9 @@ class DynamoGraph:
                 session.by_modules.add(graph)
             held = self._held() if graph in session.by_modules else None
             placement = session.names.place(self.inputs, args, held or ())
-            session.follow_modules()
+            if session.names.has_news():
+                session.follow_modules()
+                session.forget_gone()
             key = self._key_of(args, held)
             graph.check_rules(placement, (graph.key.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
@@ -521,13 +523,8 @@ class DynamoGraph:
             holders = [module for place in places if place is not None and (module := place.module()) is not None]
             modules = dict.fromkeys((*holders, *(module for _, module in held or ())))
             instance = Instance(bound, graph.trains, key, seen, tuple(modules))
-            for known in session.instances.values():
-                for gone in [k for k, other in known.items() if other.is_gone]:
-                    session.eager.forget(known.pop(gone).number)
             session.instances.setdefault(graph, {})[key] = instance
-            placements = session.every_graph.setdefault(graph, [])
-            if placement not in placements:
-                placements.append(placement)
+            session.every_graph.setdefault(graph, {})[placement] = None
             session.forget_replaced(graph)
             session.eager.bind(instance.number, self.inputs, placement, self.code)
             session.seen.num_bound += 1

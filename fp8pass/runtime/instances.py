@@ -37,6 +37,9 @@ class Placement:
     has_root: bool
     wrapped: frozenset[str] = frozenset()  # Paths that wrappers such as DistributedDataParallel add; names leave them out.
 
+    def __hash__(self) -> int:
+        return hash(frozenset((variable, frozenset(places.items())) for variable, places in self.variables.items()))
+
     def name_module(self, path: Path | None) -> str:
         """The path in the user's model of one below a variable: ROOT for the model itself. None is what a frame's own code
         does: it belongs to the module that is `self` there, and is named "matmul" where that is the model itself or unknown."""
@@ -67,6 +70,7 @@ class ModuleNames:
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
+        self.search: Search | None = None  # In a call that runs; between calls the model may change without a trace.
         self._modules: dict[str, weakref.ref[nn.Module]] = {}  # The root's modules by their paths, when `moves` last looked.
         self._children: list[tuple[str, weakref.ref[nn.Module]]] = []  # Then too, what `_children` returns.
         self._seen: dict[str, list[dict[str, Seen | _SeenModule]]] = {}  # The instances of a function's variables.
@@ -82,16 +86,13 @@ class ModuleNames:
             for at, module in held:
                 things.setdefault(at.root, {})[at.below] = module
             return Placement({v: {"": self._numbered(v, found)} for v, found in things.items()}, False)
-        known = _names_of(root)
-        places = {v: _chosen(_candidates(found, known)) or {"": v} for v, found in by_variable.items()}
-        paths: dict[int, list[str]] = {}
-        for path, module in root.named_modules(remove_duplicate=False) if held else ():
-            paths.setdefault(id(module), []).append(path)
+        tree = self._tree(root, by_variable, [module for _, module in held])
+        places = {v: _chosen(_candidates(found, tree.names)) or {"": v} for v, found in by_variable.items()}
         for at, module in sorted(held, key=lambda found: len(found[0].below)):
-            found = paths.get(id(module), ())
+            found = tree.paths.get(id(module), ())
             if found and _place_in(places.get(at.root, {}), at.below) not in found:
                 places.setdefault(at.root, {})[at.below] = min(found, key=_length)
-        return Placement(places, True, wrapper_paths(root))
+        return Placement(places, True, tree.wrapped)
 
     def is_told(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> bool:
         """True if the Parameters among `args` tell the instance that a call belongs to: one of them has a single place in the
@@ -101,9 +102,33 @@ class ModuleNames:
         root = self._root()
         if root is None:
             return True
-        known = _names_of(root)
-        found = [_candidates(held, known) for held in _by_variable(inputs, args).values()]
+        by_variable = _by_variable(inputs, args)
+        tree = self._tree(root, by_variable)
+        found = [_candidates(held, tree.names) for held in by_variable.values()]
         return any(len(prefixes) == 1 for candidates in found for prefixes in candidates.values())
+
+    def has_news(self) -> bool:
+        """True if modules may have moved or gone since this was last asked: once per call, and after each search."""
+        search = self.search  # which another thread may end
+        if search is None or self._new:
+            return True
+        is_new, search.is_new = search.is_new, False
+        return is_new
+
+    def _tree(
+        self, root: nn.Module, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], modules: Iterable[nn.Module] = ()
+    ) -> _Tree:
+        """The tree of the model, searched again in a call where one of the tensors or modules is not where it was."""
+        search = self.search  # which another thread may end
+        known = None if search is None else search.tree
+        if known is not None:
+            held = [tensor for found in tensors.values() for _, tensor in found]
+            if all(map(known.holds, held)) and all(id(module) in known.paths for module in modules):
+                return known
+        tree = _tree_of(root)
+        if search is not None:
+            search.tree, search.is_new = tree, True
+        return tree
 
     def _numbered(self, variable: str, things: Mapping[str, Any]) -> str:
         """The name of an instance of a function's variable. things: Parameters and modules below it, by their paths."""
@@ -187,12 +212,38 @@ def _by_variable(inputs: Sequence[GraphInput], args: Sequence[Any]) -> dict[str,
     return found
 
 
-def _names_of(root: nn.Module) -> dict[int, list[str]]:
-    """The names of a model's Parameters and buffers, by their identities."""
-    known: dict[int, list[str]] = {}
-    for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
-        known.setdefault(id(tensor), []).append(name)
-    return known
+@dataclasses.dataclass(slots=True)
+class Search:
+    """The search of the model in a call: one for all layers that it binds."""
+
+    tree: _Tree | None = None
+    is_new: bool = True  # `ModuleNames.has_news`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """The names of what a model held when it was searched. Keeps its modules alive."""
+
+    names: dict[int, list[str]]  # Of its Parameters and buffers, by their identities.
+    holders: dict[int, tuple[nn.Module, str]]  # A module that holds each, and the name there.
+    paths: dict[int, list[str]]  # Of its modules, by their identities.
+    wrapped: frozenset[str]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is still where it was found."""
+        module, key = self.holders.get(id(tensor), (None, ""))
+        return module is not None and (module._parameters.get(key) is tensor or module._buffers.get(key) is tensor)
+
+
+def _tree_of(root: nn.Module) -> _Tree:
+    tree = _Tree({}, {}, {}, wrapper_paths(root))
+    for path, module in root.named_modules(remove_duplicate=False):
+        tree.paths.setdefault(id(module), []).append(path)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tree.names.setdefault(id(tensor), []).append(joined(path, key))
+                tree.holders[id(tensor)] = module, key
+    return tree
 
 
 def _candidates(held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, set[str]]:

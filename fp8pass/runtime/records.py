@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
@@ -13,7 +13,7 @@ from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import Part, Session
 
-Uses = Sequence[tuple[Part, Sequence[Placement]]]  # The parts of a model that run a graph, with places of instances.
+Uses = Sequence[tuple[Part, Collection[Placement]]]  # The parts of a model that run a graph, with places of instances.
 Placeable = TypeVar("Placeable", GemmRecord, GatherRecord, SavedRecord, KeptRecord)
 
 

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import Any
 
@@ -29,7 +29,7 @@ from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, SAVED, Rules
 from fp8pass.runtime.clock import ManualSteps, Passes, StepClock, is_dry
 from fp8pass.runtime.eager import Call, EagerRuns, may_compile
-from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
+from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, Search, module_paths
 from fp8pass.runtime.ranks import JoinGuard, RankComparison, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
 from fp8pass.scales import shared
@@ -156,7 +156,7 @@ class Session:
         providers = (self.stores, self.weights, *(make() for make in PROVIDERS))
         self.providers: tuple[InputProvider, ...] = providers  # The providers of the graphs' extra inputs.
         self.measuring: InputProvider | None = None  # The provider of measured graphs' inputs; for the first monitor.
-        self.every_graph: dict[CompiledGraph, list[Placement]] = {}
+        self.every_graph: dict[CompiledGraph, dict[Placement, None]] = {}
         """The graphs that have run for this session, for every key, by their first call, with the places of their instances."""
         self.instances: dict[CompiledGraph, dict[Any, Any]] = {}  # Per graph its live instances, by their Parameters' ids.
         self.by_modules: set[CompiledGraph] = set()
@@ -206,6 +206,12 @@ class Session:
                 self.instances.pop(old, None)
                 self.by_modules.discard(old)
 
+    def forget_gone(self) -> None:
+        """Forget instances whose Parameters or modules are gone."""
+        for known in self.instances.values():
+            for gone in [key for key, instance in known.items() if instance.is_gone]:
+                self.eager.forget(known.pop(gone).number)
+
     def follow_modules(self) -> None:
         """Let amax histories go with the modules that have another place in the model than when a graph was last bound."""
         with self.stores.lock:
@@ -227,7 +233,7 @@ class Session:
         return (*self.providers, self.measuring)
 
     @property
-    def graphs(self) -> dict[CompiledGraph, list[Placement]]:
+    def graphs(self) -> Mapping[CompiledGraph, Collection[Placement]]:
         """The graphs that have run under the rules in force; of those that ran measured, too, the usual ones."""
         here = [g for g in self.every_graph if g.key.rules == self.rules]
         usual = {g.source for g in here if g.key.watch is None}
@@ -250,12 +256,12 @@ class Session:
     def begin_quietly(self) -> Call:
         """Begin a quiet call."""
         _running.session = self
-        self.clock.depth.value = 1
+        self.clock.depth.value, self.names.search = 1, Search()
         return self.eager.begin_settled()
 
     def end_quietly(self, call: Call) -> bool:
         """End a quiet call; False if `self.eager` has to look at what ran, and at warnings."""
-        self.clock.depth.value = 0
+        self.clock.depth.value, self.names.search = 0, None
         _running.session = None
         return self.eager.end_settled(call) and self.seen.num_bound == self.seen.num_checked
 
@@ -265,6 +271,7 @@ class Session:
         self.seen.began_midway = False
         counts = not is_dry()
         if self.clock.is_outermost():
+            self.names.search = Search()
             if trains and counts:
                 self.before_training()
             if counts and self.clock.is_step_due(trains):
@@ -288,6 +295,7 @@ class Session:
         """End a forward, with or without an error."""
         self.clock.end_forward()
         if self.clock.is_outermost():
+            self.names.search = None
             self.weights.end_forward(raised)
         self.weights.releases.close(self.num_graph_calls)
         _running.session = outer

@@ -24,6 +24,7 @@ _SMALLEST = 64
 _MAX_INDICES = 64
 #: Float32 entries in 16 bytes: CUDA graphs take a window for a static input only where its address is a multiple of that.
 ALIGNMENT = 4
+_SLOT_ALIGNMENT = 2  # Of int64, for the same reason.
 
 
 def entries_for(num_tensors: int) -> int:
@@ -101,8 +102,8 @@ class DelayedStore:
         self._column: dict[str, int] = {}  # First column of each name.
         self._entries: dict[str, int] = {}
         self._frozen: tuple[int, torch.Tensor] | None = None
-        self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}  # Names -> (layout, the index that was made then).
+        self._slot_memory = torch.zeros(0, dtype=torch.int64, device=device), 0  # And how much of it is used.
         self._outgrown: list[tuple[int, torch.Tensor, list[int]]] = []
         """(boundaries so far, staging row, positions there by column; -1: none) of buffers that were replaced: a backward that
         was under way writes there."""
@@ -363,18 +364,25 @@ class DelayedStore:
             raise TooFarApart(
                 f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile again"
             )
-        slots = torch.zeros(size, dtype=torch.int64)
-        slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset
-        shown = slice(offset, offset + size)
-        return Window(self.scale[shown], self.amax_history[0, shown], self._scratch[shown], slots.to(self.device), offset)
+        shown, slots = slice(offset, offset + size), self._slots([column - offset for column in columns], size)
+        return Window(self.scale[shown], self.amax_history[0, shown], self._scratch[shown], slots, offset)
 
-    def marked(self, scale: torch.Tensor) -> torch.Tensor:
-        """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
-        key = (self.num_emptied, len(self.empty), self.layout)
-        if self._empty_columns is None or self._empty_columns[0] != key:
-            columns = torch.tensor(self.columns(*self.empty), dtype=torch.int64, device=self.device)
-            self._empty_columns = (key, columns)
-        return scale.index_fill(0, self._empty_columns[1], 0.0)
+    def _slots(self, slots: list[int], size: int) -> torch.Tensor:
+        """int64 [size] that begins with these slots: a part of memory in which those of many instances lie side by side, as a
+        graph reads no more of it than its own. A model has thousands of instances where Python loops over experts."""
+        memory, used = self._slot_memory
+        if used + size > len(memory):
+            with torch.inference_mode(False):
+                memory, used = torch.zeros(2 * size, dtype=torch.int64, device=self.device), 0
+        end = used + len(slots)
+        memory.data[used:end] = torch.tensor(slots, dtype=torch.int64)  # a backward that is to come reads other parts
+        self._slot_memory = memory, end + end % _SLOT_ALIGNMENT
+        return memory[used : used + size]
+
+    def marked(self, scale: torch.Tensor, names: Iterable[str]) -> torch.Tensor:
+        """A copy of scales [capacity] with 0 for those of these tensors whose histories are empty."""
+        empty = tuple(name for name in names if self.aliases.get(name, name) in self.empty)
+        return scale.index_fill(0, self.index_of(empty), 0.0)
 
     def grown(self, scale: torch.Tensor) -> torch.Tensor:
         """Scales that were copied earlier, as long as the buffers are now: tensors that came since have their present ones."""

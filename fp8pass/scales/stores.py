@@ -346,7 +346,8 @@ class BoundState(BoundInputs):
     def remember(self, variants: frozenset[str]) -> Scales:
         """A copy of the present scales."""
         is_first = FIRST_STEP in variants
-        return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
+        each = zip(self._stores, self._names, strict=True)
+        return {store: store.marked(store.scale, names) if is_first else store.frozen_scale() for store, names in each}
 
     def tensors(
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
@@ -360,7 +361,8 @@ class BoundState(BoundInputs):
                         self._all.exchanges.compare(store, [(n, args[i]) for held, n, i in self._parameters if held is store])
         scales = None if remembered is None else {s: s.grown(scale) for s, scale in remembered.items()}
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
-            scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in self._stores}
+            each = zip(self._stores, self._names, strict=True)
+            scales = {s: s.marked(s.scale if scales is None else scales[s], names) for s, names in each}
             if records == "all":
                 self.note_started()
         if records == "all":

@@ -56,7 +56,7 @@ class RewrittenGraph:
         optimizer, before the next call of the graph. Empty for recipes that keep no state."""
         self._session = session
         self._compiled = compiled
-        session.every_graph[compiled] = [compiled.placement]
+        session.every_graph[compiled] = {compiled.placement: None}
         assert compiled.rewrite is not None
         tensors, aliases = compiled.rewrite.tensors, compiled.rewrite.aliases
         self._bound = [

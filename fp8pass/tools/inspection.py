@@ -8,7 +8,7 @@ import functools
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -371,7 +371,7 @@ class Inspection:
 def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bool = False) -> Inspection:
     """The inspection of a model as of now: of all of its parts that are compiled, together. model: what the paths of the parts
     begin at, if it is an nn.Module. is_in_place: whether only calls of modules run FP8, and not calls of their `forward`."""
-    uses: dict[CompiledGraph, list[tuple[Part, Sequence[Placement]]]] = {}
+    uses: dict[CompiledGraph, list[tuple[Part, Collection[Placement]]]] = {}
     for part in parts:
         for compiled, placements in part.session.graphs.items():
             uses.setdefault(compiled, []).append((part, placements))

@@ -227,16 +227,20 @@ class Scales:
             return self._remembered[store][0]
         return store.version, self._is_first
 
-    def values(self, store: DelayedStore) -> torch.Tensor:
-        """[capacity] float32; 0 for tensors that scale themselves."""
+    def of(self, weights: Sequence[CachedWeight]) -> torch.Tensor:
+        """The scales of weights of one store, side by side, float32; 0 for weights that scale themselves."""
+        store, names = weights[0].store, tuple(w.name for w in weights)
+        assert store is not None
         if self._remembered is not None and store in self._remembered:
-            return self._remembered[store][1]
-        return store.marked(store.scale) if self._is_first else store.scale
+            scale = self._remembered[store][1]
+        else:
+            scale = store.marked(store.scale, names) if self._is_first else store.scale
+        return scale.index_select(0, store.index_of(names))
 
-    def remember(self, stores: Iterable[DelayedStore]) -> dict[DelayedStore, tuple[ScaleTime, torch.Tensor]]:
-        """Copies, by which a later call repeats this one."""
+    def remember(self, names: Mapping[DelayedStore, Iterable[str]]) -> dict[DelayedStore, tuple[ScaleTime, torch.Tensor]]:
+        """Copies, by which a later call repeats this one. names: of the weights of each store."""
         first = self._is_first
-        return {s: ((s.version, first), s.marked(s.scale) if first else s.frozen_scale()) for s in stores}
+        return {s: ((s.version, first), s.marked(s.scale, n) if first else s.frozen_scale()) for s, n in names.items()}
 
 
 Known = tuple[Given, Origin]  # The tensors that a call passes for a weight, and the origin of copies that are made of them now.
@@ -443,21 +447,14 @@ def _with_equal_scales(known: Mapping[CachedWeight, Known], scales: Scales) -> s
             continue
         if not _is_in_time(weight, origin, scales):
             by_store.setdefault(weight.store, []).append((weight, last.scale))
-    for store, weights in by_store.items():
+    for weights in by_store.values():
         held = torch.cat([scale.reshape(-1) for _, scale in weights])
-        is_equal = (held == _selected([w for w, _ in weights], scales.values(store))).tolist()
+        is_equal = (held == scales.of([w for w, _ in weights])).tolist()
         for weight, _ in weights:
             here, is_equal = is_equal[: weight.entries], is_equal[weight.entries :]
             if all(here):
                 found.add(weight)
     return found
-
-
-def _selected(weights: Sequence[CachedWeight], scale: torch.Tensor) -> torch.Tensor:
-    """The scales of weights of one store, side by side."""
-    store = weights[0].store
-    assert store is not None
-    return scale.index_select(0, store.index_of(tuple(w.name for w in weights)))
 
 
 def _quantized(known: Mapping[CachedWeight, Known], scales: Scales) -> dict[CachedWeight, QuantizedWeight]:
@@ -477,7 +474,7 @@ def _quantized(known: Mapping[CachedWeight, Known], scales: Scales) -> dict[Cach
             here = {id(tensors[0]) for tensors in given}
             quantized = quantize(kind, matrices, others=weights[0].measured(given[0], here))
         else:
-            quantized = quantize(kind, matrices, None if store is None else _selected(weights, scales.values(store)))
+            quantized = quantize(kind, matrices, None if store is None else scales.of(weights))
         for weight, one in zip(weights, quantized, strict=True):
             made[weight].append((kind, one))
     found = {}

@@ -142,11 +142,14 @@ class BoundWeights(BoundInputs):
                 gathered.weight.want(wanted, placed.trains)
             self._parts.append((weight, key))
         self._weights = {weight: tensor for tensor, weight in claimed.items()}
-        self._stores = list(dict.fromkeys(w.store for w in self._weights if w.store is not None))
+        self._names: dict[DelayedStore, list[str]] = {}  # Those of the weights that have scales in the state.
+        for weight in self._weights:
+            if weight.store is not None:
+                self._names.setdefault(weight.store, []).append(weight.name)
 
     def remember(self, variants: frozenset[str]) -> Remembered:
         """The scales: by them, copies of the same values are made again. Copies are not kept alive for it."""
-        return Scales(FIRST_STEP in variants).remember(self._stores)
+        return Scales(FIRST_STEP in variants).remember(self._names)
 
     def tensors(
         self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Remembered | None

@@ -12,6 +12,7 @@ from torch import nn
 from fp8pass import diff, estimate, inspect, monitor, state, suggest_rules
 from fp8pass.errors import RuleError
 from fp8pass.graph.origin import KINDS, TensorName
+from fp8pass.runtime import instances
 from tests.support.models import ResidualMlp, Stack, mlp
 from tests.support.training import fp8, train
 
@@ -99,6 +100,51 @@ def test_wrappers_are_in_no_path():
 
 UNUSUAL = ("a[/b]", "c[red]d", "[qk]_proj", "x:y")
 """In every table and message they are as they are, and in rules by the suggested pattern."""
+
+
+class Loop(nn.Module):
+    """Experts in a loop that Dynamo leaves eager, each a call of one graph; one is replaced, and one added, as it runs."""
+
+    changes = False
+
+    def __init__(self, count=40):
+        super().__init__()
+        self.experts = nn.ModuleList(ResidualMlp(16) for _ in range(count))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x):
+        for i, expert in enumerate(self.experts):
+            if self.changes and i == 3:
+                self.experts[4], self.extra = ResidualMlp(16), ResidualMlp(16)
+                x = self.extra(x)
+            x = x + expert(x)
+        return x
+
+
+def test_a_call_searches_the_model_once_for_all_layers_that_it_binds(monkeypatch):
+    """Binding thousands of experts would take minutes otherwise. What a call changes itself is found nevertheless."""
+    searched = []
+
+    def search(root, found=instances._tree_of):
+        searched.append(root)
+        return found(root)
+
+    monkeypatch.setattr(instances, "_tree_of", search)
+    model = Loop()
+    compiled, x = fp8(model, "delayed"), torch.randn(4, 16)
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert len(searched) == 1
+    names = [f"experts.{i}.{k}" for i in range(40) for k in ("up", "down")]
+    assert {g.module for g in inspect(compiled).gemms} == set(names)
+    Loop.changes = True
+    try:
+        compiled(x).sum().backward()
+    finally:
+        Loop.changes = False
+    assert {g.module for g in inspect(compiled).gemms} == {*names, "extra.up", "extra.down"}
+    weights = {name: state(compiled).amax_history(f"{name}:weight")[1:] for name in names}
+    assert {name for name, history in weights.items() if not history.any()} == {"experts.4.up", "experts.4.down"}
 
 
 class Chain(nn.Module):

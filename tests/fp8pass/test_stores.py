@@ -56,10 +56,25 @@ def test_windows_begin_where_cuda_graphs_take_them_for_static(first):
     store.scale.copy_(torch.arange(256.0))
     mine = names[first : first + 61]
     window = store.window(mine, 64)
-    for shown in (window.scale, window.amax, window.scratch):
+    others = store.window(names[:3], 64)
+    for shown in (window.scale, window.amax, window.scratch, window.slots, others.slots):
         assert shown.data_ptr() % 16 == 0
         assert shown.shape == (64,)
-    assert window.scale[window.slots[: len(mine)]].tolist() == list(range(first, first + 61))
+    assert window.scale[window.slots[: len(mine)]].tolist() == list(range(first, min(first + 61, 256)))
+    assert others.scale[others.slots[:3]].tolist() == [0, 1, 2]
+
+
+def test_slots_of_thousands_of_instances_take_the_memory_of_a_few():
+    """A graph of an expert that a loop calls is bound once per expert, and a window is as large as the state."""
+    store = DelayedStore(HYBRID, CPU, 4096)
+    names = [f"{i}:input" for i in range(4096)]
+    store.add(names, [448.0] * 4096)
+    windows = [store.window(names[i : i + 3], 4096) for i in range(4000)]
+    memory = {w.slots.untyped_storage().data_ptr(): w.slots.untyped_storage().nbytes() for w in windows}
+    assert sum(memory.values()) <= 8 * 8 * 4096
+    for i, window in enumerate(windows):
+        assert (window.slots[:3] + window.offset).tolist() == [i, i + 1, i + 2]
+        assert window.slots.shape == (4096,)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +193,7 @@ def test_a_stack_is_empty_until_all_its_entries_are_written():
     store.empty.clear()
     store.note_empty(store.names)
     assert store.empty == set(store.names)
-    assert store.marked(store.scale)[:8].tolist() == [0] * 7 + [1]
+    assert store.marked(store.scale, store.names)[:8].tolist() == [0] * 7 + [1]
     store.started.update(store.names)
     store.amax_history[0, :7] = torch.tensor([1.0, 1, 2, 3, 4, 5, 0])
     store.note_staged()
