@@ -222,27 +222,29 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class _Tree:
-    """The names of what a model held when it was searched. Keeps its modules alive."""
+    """The names of what a model held when it was searched. Keeps the model alive."""
 
+    root: nn.Module
     names: dict[int, list[str]]  # Of its Parameters and buffers, by their identities.
-    holders: dict[int, tuple[nn.Module, str]]  # A module that holds each, and the name there.
     paths: dict[int, list[str]]  # Of its modules, by their identities.
     wrapped: frozenset[str]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is still where it was found."""
-        module, key = self.holders.get(id(tensor), (None, ""))
+        *parents, key = self.names.get(id(tensor), [""])[0].split(".")
+        module: nn.Module | None = self.root
+        for parent in parents:
+            module = None if module is None else module._modules.get(parent)
         return module is not None and (module._parameters.get(key) is tensor or module._buffers.get(key) is tensor)
 
 
 def _tree_of(root: nn.Module) -> _Tree:
-    tree = _Tree({}, {}, {}, wrapper_paths(root))
+    tree = _Tree(root, {}, {}, wrapper_paths(root))
     for path, module in root.named_modules(remove_duplicate=False):
         tree.paths.setdefault(id(module), []).append(path)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 tree.names.setdefault(id(tensor), []).append(joined(path, key))
-                tree.holders[id(tensor)] = module, key
     return tree
 
 
