@@ -105,7 +105,7 @@ UNUSUAL = ("a[/b]", "c[red]d", "[qk]_proj", "x:y")
 class Loop(nn.Module):
     """Experts in a loop that Dynamo leaves eager, each a call of one graph; the loop may change as it runs."""
 
-    def __init__(self, count=20):
+    def __init__(self, count=8):
         super().__init__()
         self.experts = nn.ModuleList(ResidualMlp(16) for _ in range(count))
         self.change = self.extra = None
@@ -134,11 +134,10 @@ def test_a_call_searches_the_model_once_for_all_layers_that_it_binds(monkeypatch
     for _ in range(3):
         compiled(torch.randn(4, 16)).sum().backward()
     assert len(searched) == 1
-    assert {g.module for g in inspect(compiled).gemms} == {f"experts.{i}.{k}" for i in range(20) for k in ("up", "down")}
+    assert {g.module for g in inspect(compiled).gemms} == {f"experts.{i}.{k}" for i in range(8) for k in ("up", "down")}
 
 
-@pytest.mark.parametrize("has_trained", [True, False])
-def test_a_call_finds_what_it_changes_itself(has_trained):
+def test_a_call_finds_what_it_changes_itself():
     """Layers that a forward replaces, adds or exchanges have the names and scales that they have if that is done before it."""
     steps = []
     for is_within in (False, True):
@@ -147,12 +146,11 @@ def test_a_call_finds_what_it_changes_itself(has_trained):
         model, new = Loop(), (ResidualMlp(16), ResidualMlp(16))
 
         def change(model=model, new=new):
-            if has_trained:
-                model.experts[4], model.extra = new
+            model.experts[4], model.extra = new
             model.experts[5], model.experts[6] = model.experts[6], model.experts[5]
 
         compiled = fp8(model, "delayed")
-        train(compiled, *torch.randn(2 * has_trained, 4, 16))
+        train(compiled, *torch.randn(2, 4, 16))
         if is_within:
             model.change = change
         else:
@@ -162,7 +160,7 @@ def test_a_call_finds_what_it_changes_itself(has_trained):
         model.change = None
         steps.append((out, x.grad, gradients(model), state(compiled).state_dict()))
     assert same(*steps)
-    assert ("extra.up:weight" in state(compiled).tensors) == has_trained
+    assert "extra.up:weight" in state(compiled).tensors
 
 
 class Chain(nn.Module):
