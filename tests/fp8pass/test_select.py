@@ -125,7 +125,16 @@ def broken_by_nonzero(m, x):
     return h.index_add(0, rows, h[rows])
 
 
-@pytest.mark.parametrize("forward", [broken_after_topk, broken_after_one_hot, broken_by_nonzero])
+def broken_after_padding(m, x):
+    """Tokens that are zero are padding, which no expert gets, as in NLLB-MoE."""
+    logits, h = m.gate(x), m.inner(x)
+    padding = (x == 0).all(-1)
+    scores = logits.softmax(-1) * (F.one_hot(logits.argmax(-1), EXPERTS) * (~padding).unsqueeze(-1))
+    torch._dynamo.graph_break()
+    return sum(scores[..., i : i + 1] * (h * i) for i in range(EXPERTS))
+
+
+@pytest.mark.parametrize("forward", [broken_after_topk, broken_after_one_hot, broken_after_padding, broken_by_nonzero])
 def test_a_router_whose_rows_the_next_graph_takes(forward):
     experts = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 8)
     found = kinds(Net(forward, experts=experts, **linears("inner", gate=EXPERTS)), tokens_in())
