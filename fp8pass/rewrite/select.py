@@ -496,9 +496,9 @@ def _kind_of(user: fx.Node, node: fx.Node, kind: _Kind, own: set[fx.Node], data:
             return "index"
         if name in ("one_hot", "scatter", "scatter_") or _is_one_hot(user, node, data):
             return "mask"
-    if kind == "mask" and (name == "cumsum" or is_pointwise(user)):
-        if all(n in own or _is_column(value_of(n)) for n in user.all_input_nodes):
-            return "mask"  # such as one without the tokens beyond an expert's capacity, or without those of padding
+    is_of_rows = all(n in own or _is_column(value_of(n)) for n in user.all_input_nodes)
+    if kind == "mask" and is_of_rows and (name == "cumsum" or is_pointwise(user)):
+        return "mask"  # such as one without the tokens beyond an expert's capacity, or without those of padding
     return "other"
 
 
