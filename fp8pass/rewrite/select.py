@@ -496,8 +496,8 @@ def _kind_of(user: fx.Node, node: fx.Node, kind: _Kind, own: set[fx.Node], data:
             return "index"
         if name in ("one_hot", "scatter", "scatter_") or _is_one_hot(user, node, data):
             return "mask"
-    is_of_rows = all(n in own or _is_column(value_of(n)) for n in user.all_input_nodes)
-    if kind == "mask" and is_of_rows and (name == "cumsum" or is_pointwise(user)):
+    may_stay = kind == "mask" and (name == "cumsum" or is_pointwise(user))
+    if may_stay and all(n in own or _is_column(value_of(n)) for n in user.all_input_nodes):
         return "mask"  # such as one without the tokens beyond an expert's capacity, or without those of padding
     return "other"
 
