@@ -26,7 +26,7 @@ from fp8pass.graph.gemms import (
     sizes_of,
 )
 from fp8pass.graph.origin import Kind
-from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, by_key, made_only_of, resolve, resolve_rows
+from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, by_key, made_only_of, resolve, resolve_rows, value_of
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
@@ -67,8 +67,8 @@ class _SiteFinder:
 
     def forward_site(self, node: fx.Node) -> GemmSite:
         operands = self._operands(node, self._forward_kind)
-        if is_batched(node) and not any(o.kind == "weight" for o in operands):
-            operands = ()  # two activations
+        if is_batched(node) and not any(o.kind == "weight" and not _is_product(o.value.root) for o in operands):
+            operands = ()  # two activations, of which one may be learned: queries that are the same for every input
         return self._site(node, "output", operands)
 
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
@@ -254,3 +254,14 @@ def _readers(known: MatrixValue, candidates: Iterable[GemmSite]) -> Iterable[tup
                 yield site, "grad_input" if is_second else "grad_weight"
             else:
                 yield site, "grad_weight" if other.kind == "weight" else "grad_input"
+
+
+def _is_product(node: fx.Node) -> bool:
+    """True if a value is what a matmul computed, perhaps with a bias, of which views, copies and operations with numbers were
+    made since. The sum of a weight and a product, as of an adapter that is merged, is not."""
+    while not is_matmul(node):
+        matrices = [n for n in node.all_input_nodes if isinstance(x := value_of(n), torch.Tensor) and x.dim() > 1]
+        if len(matrices) != 1:
+            return False
+        (node,) = matrices
+    return True

@@ -264,6 +264,39 @@ def test_neither_routers_nor_heads(make, shape):
     assert len(found) >= sum(isinstance(m, nn.Linear) for m in make().modules())
 
 
+def pooled(m, x):
+    """Attention of learned queries, which are the same for every input."""
+    q, k, v = m.q(m.queries.expand(len(x), -1, -1)), m.k(x), m.v(x)
+    return (q @ k.mT / 8).softmax(-1) @ v
+
+
+def merged(m, x):
+    """Experts with adapters that are merged."""
+    return x @ (m.experts + m.down @ m.up)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Net(pooled, queries=nn.Parameter(torch.randn(1, 32, WIDTH)), **linears("q", "k", "v")), False),
+        (
+            lambda: Net(
+                merged,
+                experts=nn.Parameter(torch.randn(4, WIDTH, WIDTH)),
+                down=nn.Parameter(torch.randn(4, WIDTH, 16)),
+                up=nn.Parameter(torch.randn(4, 16, WIDTH)),
+            ),
+            True,
+        ),
+    ],
+    ids=["learned queries", "merged experts"],
+)
+def test_a_product_of_parameters_alone_is_no_experts_weight_and_a_sum_with_it_is(make, expected):
+    compiled = fp8_compile(make(), "rowwise", select="all", backend="aot_eager")
+    compiled(torch.randn(4, TOKENS, WIDTH)).sum().backward()
+    assert {g.quantized for g in inspect(compiled).gemms if g.module == "matmul"} == {expected}
+
+
 def test_a_codebook_makes_no_head():
     model = Net(autoencoded, book=nn.Embedding(VOCABULARY, WIDTH), **linears("encode", decode=VOCABULARY))
     found = kinds(model, torch.randn(TOKENS, WIDTH))
