@@ -257,11 +257,11 @@ def _readers(known: MatrixValue, candidates: Iterable[GemmSite]) -> Iterable[tup
 
 
 def _is_product(node: fx.Node) -> bool:
-    """True if a value is what a matmul computed, perhaps with a bias, of which views, copies and operations with numbers were
-    made since. The sum of a weight and a product, as of an adapter that is merged, is not."""
+    """True if a value is what a product of two matrices computed, perhaps with a bias, of which views, copies and operations
+    with numbers were made since. A sum with a weight, as of a merged adapter, is not, nor are products of experts' factors."""
     while not is_matmul(node):
         matrices = [n for n in node.all_input_nodes if isinstance(x := value_of(n), torch.Tensor) and x.dim() > 1]
         if len(matrices) != 1:
             return False
         (node,) = matrices
-    return True
+    return not is_batched(node)

@@ -239,8 +239,9 @@ class _Tree:
 
 
 def _tree_of(root: nn.Module) -> _Tree:
-    tree = _Tree(root, {}, {}, wrapper_paths(root))
-    for path, module in root.named_modules(remove_duplicate=False):
+    modules = list(root.named_modules(remove_duplicate=False))
+    tree = _Tree(root, {}, {}, _wrapper_paths(modules))
+    for path, module in modules:
         tree.paths.setdefault(id(module), []).append(path)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -304,8 +305,12 @@ _WRAPPERS = {
 
 def wrapper_paths(root: nn.Module) -> frozenset[str]:
     """Paths of modules that are there only because another one was wrapped: rules and names know the user's model."""
+    return _wrapper_paths(root.named_modules(remove_duplicate=False))
+
+
+def _wrapper_paths(modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
     found = set()
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in modules:
         for wrapper, child in _WRAPPERS.items():
             if isinstance(module, wrapper):
                 found.add(joined(path, child))

@@ -271,7 +271,6 @@ class Session:
         self.seen.began_midway = False
         counts = not is_dry()
         if self.clock.is_outermost():
-            self.names.search = Search()
             if trains and counts:
                 self.before_training()
             if counts and self.clock.is_step_due(trains):
@@ -279,6 +278,7 @@ class Session:
             self.weights.begin_forward(trains)
             if trains and counts and self.manual_steps is not None:
                 self.manual_steps.begin_forward()
+            self.names.search = Search()
         self.clock.begin_forward(trains and counts)
         self.weights.releases.open(self.num_graph_calls)
         outer = session_in_this_thread()

@@ -134,6 +134,7 @@ def test_a_call_searches_the_model_once_for_all_layers_that_it_binds(monkeypatch
     for _ in range(3):
         compiled(torch.randn(4, 16)).sum().backward()
     assert len(searched) == 1
+    assert compiled._fp8pass_session.names.search is None, "between calls nothing keeps the model"
     assert {g.module for g in inspect(compiled).gemms} == {f"experts.{i}.{k}" for i in range(8) for k in ("up", "down")}
 
 

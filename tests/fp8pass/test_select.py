@@ -275,9 +275,18 @@ def merged(m, x):
     return x @ (m.experts + m.down @ m.up)
 
 
+def factorized(m, x):
+    """Experts of two factors."""
+    return x @ (m.down @ m.up)
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (
+            lambda: Net(factorized, down=nn.Parameter(torch.randn(4, WIDTH, 16)), up=nn.Parameter(torch.randn(4, 16, WIDTH))),
+            True,
+        ),
         (lambda: Net(pooled, queries=nn.Parameter(torch.randn(1, 32, WIDTH)), **linears("q", "k", "v")), False),
         (
             lambda: Net(
@@ -289,7 +298,7 @@ def merged(m, x):
             True,
         ),
     ],
-    ids=["learned queries", "merged experts"],
+    ids=["factorized experts", "learned queries", "merged experts"],
 )
 def test_a_product_of_parameters_alone_is_no_experts_weight_and_a_sum_with_it_is(make, expected):
     compiled = fp8_compile(make(), "rowwise", select="all", backend="aot_eager")

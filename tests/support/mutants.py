@@ -198,7 +198,7 @@ MUTANTS: list[Mutant] = [
         ("instances have one name", 'name = f"{variable}#{number}" if number else variable', "name = variable")),
     *_of("runtime/instances.py", "fp8pass/test_names.py -k searches_or_finds",
         ("modules that move in a call are not followed", "search.tree, search.is_new = tree, True", "search.tree = tree")),
-    *_of("runtime/session.py", "fp8pass/test_lifecycle.py fp8pass/test_state.py lifecycles/test_lifecycles.py",
+    *_of("runtime/session.py", "fp8pass/test_names.py -k searches",
         ("the tree of a call is kept", "            self.names.search = None\n", "            pass\n")),
     *_of("runtime/dynamo_graphs.py", "fp8pass/test_state.py -k tensors_is_new",
         ("owners of weights are not asked for", "*owners, *map(", "*map(")),
