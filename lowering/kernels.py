@@ -350,42 +350,42 @@ def _amaxes(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | No
     return bits.view(torch.float32)
 
 
-class _Results:
+_Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # Totals, first and second sums, largest magnitudes.
+
+
+def _memory_for(x: torch.Tensor, size_r: int, columnwise: bool, how: How) -> _Memory:
     """The memory of one copy's numbers."""
+    count, size_c = (x.shape[0] if x.dim() == 3 else 1), x.size(-1)
+    tiles_r, tiles_c = cdiv(size_r, BLOCK), cdiv(size_c, BLOCK)
+    kind, width = _cells(how)
 
-    def __init__(self, x: torch.Tensor, size_r: int, columnwise: bool, how: How):
-        count, size_c = (x.shape[0] if x.dim() == 3 else 1), x.size(-1)
-        tiles_r, tiles_c = cdiv(size_r, BLOCK), cdiv(size_c, BLOCK)
-        kind, width = _cells(how)
+    def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
 
-        def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=x.device)
-
-        self.totals = new(count, tiles_r * tiles_c, TOTALS, dtype=torch.float64)
-        self.first = self.second = self.largest = self.totals
-        if kind == OF_LINES.value:
-            shape = (count, tiles_r, size_c) if columnwise else (count, tiles_c, size_r)
-            self.first, self.second = (new(*shape, dtype=torch.float64) for _ in range(2))
-            self.largest = new(*shape, dtype=torch.float32)
-        elif kind != OF_TENSOR.value:
-            lines = 1 if _cells(how) == (OF_SQUARES.value, BLOCK) else BLOCK // LINES if kind == OF_SQUARES.value else BLOCK
-            shape = (count, tiles_r * tiles_c, lines * (BLOCK // width))
-            self.first, self.second = (new(*shape, dtype=torch.float32) for _ in range(2))
-
-    def arguments(self, given: _Given) -> tuple[object, ...]:
-        scale, inverse, step = given or (self.totals, self.totals, 0)
-        return scale, inverse, step, self.totals, self.first, self.second, self.largest
+    totals = new(count, tiles_r * tiles_c, TOTALS, dtype=torch.float64)
+    if kind == OF_TENSOR.value:
+        return totals, totals, totals, totals
+    if kind == OF_LINES.value:
+        shape = (count, tiles_r, size_c) if columnwise else (count, tiles_c, size_r)
+        return totals, new(*shape, dtype=torch.float64), new(*shape, dtype=torch.float64), new(*shape, dtype=torch.float32)
+    lines = 1 if _cells(how) == (OF_SQUARES.value, BLOCK) else BLOCK // LINES if kind == OF_SQUARES.value else BLOCK
+    shape = (count, tiles_r * tiles_c, lines * (BLOCK // width))
+    return totals, new(*shape, dtype=torch.float32), new(*shape, dtype=torch.float32), totals
 
 
 def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given]) -> list[torch.Tensor]:
     """The vectors of the copies that have an entry in `given`."""
     at, groups, count = rows
     size_r, size_c = x.size(-2) if at is None else at.shape[0], x.size(-1)
-    made = {side: _Results(x, size_r, side, how) for side in given}
+    made = {side: _memory_for(x, size_r, side, how) for side in given}
     kind, width = _cells(how)
     if kind == OF_SQUARES.value:
         made = dict.fromkeys(given, made[next(iter(given))])  # blocks of both copies are the same
-    sides = [(made[side] if side in made else next(iter(made.values()))).arguments(given.get(side)) for side in (False, True)]
+    sides = []
+    for side in (False, True):
+        memory = made[side] if side in made else next(iter(made.values()))
+        scale, inverse, step = given.get(side) or (memory[0], memory[0], 0)
+        sides.append((scale, inverse, step, *memory))
     is_first = next(iter(given))
     tiles = cdiv(size_r, BLOCK) * cdiv(size_c, BLOCK)
     statistics_kernel[(tiles, x.shape[0] if x.dim() == 3 else 1)](
@@ -401,10 +401,10 @@ def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given])
     return [_finished(made[side], how, count * size_c, rows, side, of_side) for side, of_side in given.items()]
 
 
-def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, columnwise: bool, given: _Given) -> torch.Tensor:
-    totals, (at, groups, _) = made.totals, rows
+def _finished(made: _Memory, how: How, count: torch.Tensor, rows: _Rows, columnwise: bool, given: _Given) -> torch.Tensor:
+    (totals, first, second, largest), (at, groups, _) = made, rows
     if given is None:
-        return vector_of_blocks(count, totals.flatten(0, 1), made.first.reshape(-1), made.second.reshape(-1), how.dtype)
+        return vector_of_blocks(count, totals.flatten(0, 1), first.reshape(-1), second.reshape(-1), how.dtype)
     counts = totals[..., :3].sum(dim=(0, 1))
     scale, _, step = given
     if how.kind is Granularity.TENSOR_WISE:
@@ -416,12 +416,12 @@ def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, column
         of_groups = scale.new_zeros(scale.shape, dtype=torch.float64)
         group = groups.to(torch.int64)
         sums = (
-            of_groups.index_add(0, group, made.first[0]),
-            of_groups.index_add(0, group, made.second[0]),
-            of_groups.scatter_reduce(0, group[:, None].expand_as(made.largest[0]), made.largest[0].to(torch.float64), "amax"),
+            of_groups.index_add(0, group, first[0]),
+            of_groups.index_add(0, group, second[0]),
+            of_groups.scatter_reduce(0, group[:, None].expand_as(largest[0]), largest[0].to(torch.float64), "amax"),
         )
         return vector_of_sums(count, [Sums(counts, *sums, scale.to(torch.float64))], how.dtype)
-    sums = made.first.sum(dim=1), made.second.sum(dim=1), made.largest.amax(dim=1).to(torch.float64)
+    sums = first.sum(dim=1), second.sum(dim=1), largest.amax(dim=1).to(torch.float64)
     of_lines = scale if at is None else scale[:, at.to(torch.int64)]  # of places; those of none are zeros
     return vector_of_sums(count, [Sums(counts, *sums, of_lines.reshape(sums[0].shape).to(torch.float64))], how.dtype)
 

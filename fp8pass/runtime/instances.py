@@ -23,6 +23,8 @@ from fp8pass.weights.parameters import Seen
 Held = tuple[tuple[Path, nn.Module], ...]
 """Modules that a frame's variables lead to, with their paths below these."""
 
+_Known = Seen | weakref.ref[nn.Module]  # A Parameter or a module that a call has been of.
+
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.
 ROOT = "self"
 
@@ -73,7 +75,7 @@ class ModuleNames:
         self.search: Search | None = None  # In a call that runs; between calls the model may change without a trace.
         self._modules: dict[str, weakref.ref[nn.Module]] = {}  # The root's modules by their paths, when `moves` last looked.
         self._children: list[tuple[str, weakref.ref[nn.Module]]] = []  # Then too, what `_children` returns.
-        self._seen: dict[str, list[dict[str, Seen | _SeenModule]]] = {}  # The instances of a function's variables.
+        self._seen: dict[str, list[dict[str, _Known]]] = {}  # The instances of a function's variables.
         self._new: list[str] = []  # Names of variables that were given to new instances since then.
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any], held: Held = ()) -> Placement:
@@ -86,13 +88,13 @@ class ModuleNames:
             for at, module in held:
                 things.setdefault(at.root, {})[at.below] = module
             return Placement({v: {"": self._numbered(v, found)} for v, found in things.items()}, False)
-        tree = self._tree(root, by_variable, [module for _, module in held])
-        places = {v: _chosen(_candidates(found, tree.names)) or {"": v} for v, found in by_variable.items()}
+        search = self._searched(root, by_variable, [module for _, module in held])
+        places = {v: _chosen(_candidates(found, search.names)) or {"": v} for v, found in by_variable.items()}
         for at, module in sorted(held, key=lambda found: len(found[0].below)):
-            found = tree.paths.get(id(module), ())
+            found = search.paths.get(id(module), ())
             if found and _place_in(places.get(at.root, {}), at.below) not in found:
                 places.setdefault(at.root, {})[at.below] = min(found, key=_length)
-        return Placement(places, True, tree.wrapped)
+        return Placement(places, True, search.wrapped)
 
     def is_told(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> bool:
         """True if the Parameters among `args` tell the instance that a call belongs to: one of them has a single place in the
@@ -103,8 +105,8 @@ class ModuleNames:
         if root is None:
             return True
         by_variable = _by_variable(inputs, args)
-        tree = self._tree(root, by_variable)
-        found = [_candidates(held, tree.names) for held in by_variable.values()]
+        search = self._searched(root, by_variable)
+        found = [_candidates(held, search.names) for held in by_variable.values()]
         return any(len(prefixes) == 1 for candidates in found for prefixes in candidates.values())
 
     def has_news(self) -> bool:
@@ -115,35 +117,28 @@ class ModuleNames:
         is_new, search.is_new = search.is_new, False
         return is_new
 
-    def _tree(
+    def _searched(
         self, root: nn.Module, tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], modules: Iterable[nn.Module] = ()
-    ) -> _Tree:
-        """The tree of the model, searched again in a call where one of the tensors or modules is not where it was."""
-        search = self.search  # which another thread may end
-        known = None if search is None else search.tree
-        if known is not None:
-            held = [tensor for found in tensors.values() for _, tensor in found]
-            if all(map(known.holds, held)) and all(id(module) in known.paths for module in modules):
-                return known
-        tree = _tree_of(root)
-        if search is not None:
-            search.tree, search.is_new = tree, True
-        return tree
+    ) -> Search:
+        """The search of the model, again in a call where one of the tensors or modules is not where it was."""
+        search = self.search or Search()  # which another thread may end
+        held = [tensor for found in tensors.values() for _, tensor in found]
+        if not (search.paths and all(map(search.holds, held)) and all(id(module) in search.paths for module in modules)):
+            search.run(root)
+        return search
 
     def _numbered(self, variable: str, things: Mapping[str, Any]) -> str:
         """The name of an instance of a function's variable. things: Parameters and modules below it, by their paths."""
         every = self._seen.setdefault(variable, [])
         known = next((i for i, seen in enumerate(every) if _agree(seen, things)), None)
-        left = (
-            i for i, seen in enumerate(every) if _agree(seen, things, or_gone=True) or all(x.is_gone for x in seen.values())
-        )
+        left = (i for i, seen in enumerate(every) if _agree(seen, things, or_gone=True) or all(map(_is_gone, seen.values())))
         number = next(left, len(every)) if known is None else known
         name = f"{variable}#{number}" if number else variable
         if known is None:
             every[number : number + 1] = [{}]
             self._new.append(name)
         for path, thing in things.items():
-            every[number][path] = _SeenModule(thing) if isinstance(thing, nn.Module) else Seen(thing, None)
+            every[number][path] = weakref.ref(thing) if isinstance(thing, nn.Module) else Seen(thing, None)
         return name
 
     def moves(self, named: Callable[[], Iterable[str]], away: Collection[nn.Module]) -> list[Move]:
@@ -173,24 +168,18 @@ class ModuleNames:
         return found
 
 
-class _SeenModule:
-    """A module that a call has been of."""
-
-    def __init__(self, module: nn.Module):
-        self._module = weakref.ref(module)
-
-    def is_of(self, module: nn.Module) -> bool:
-        return self._module() is module
-
-    @property
-    def is_gone(self) -> bool:
-        return self._module() is None
-
-
-def _agree(seen: Mapping[str, Seen | _SeenModule], things: Mapping[str, Any], or_gone: bool = False) -> bool:
+def _agree(seen: Mapping[str, _Known], things: Mapping[str, Any], or_gone: bool = False) -> bool:
     """True if an instance has some of these things, and no other one in the place of any. or_gone: but what is gone."""
     both = [(seen[path], thing) for path, thing in things.items() if path in seen]
-    return bool(both) and all(one.is_of(thing) or (or_gone and one.is_gone) for one, thing in both)
+    return bool(both) and all(_is_of(one, thing) or (or_gone and _is_gone(one)) for one, thing in both)
+
+
+def _is_of(known: _Known, thing: Any) -> bool:
+    return known.is_of(thing) if isinstance(known, Seen) else known() is thing
+
+
+def _is_gone(known: _Known) -> bool:
+    return known.is_gone if isinstance(known, Seen) else known() is None
 
 
 def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -212,41 +201,35 @@ def _by_variable(inputs: Sequence[GraphInput], args: Sequence[Any]) -> dict[str,
     return found
 
 
-@dataclasses.dataclass(slots=True)
 class Search:
-    """The search of the model in a call: one for all layers that it binds."""
+    """The names of what a model holds: searched once in a call, for all layers that it binds. Keeps the model alive."""
 
-    tree: _Tree | None = None
-    is_new: bool = True  # `ModuleNames.has_news`
+    def __init__(self) -> None:
+        self.names: dict[int, list[str]] = {}  # Of its Parameters and buffers, by their identities.
+        self.paths: dict[int, list[str]] = {}  # Of its modules, by their identities.
+        self.wrapped: frozenset[str] = frozenset()
+        self.is_new = True  # `ModuleNames.has_news`
+        self._root: nn.Module | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """The names of what a model held when it was searched. Keeps the model alive."""
-
-    root: nn.Module
-    names: dict[int, list[str]]  # Of its Parameters and buffers, by their identities.
-    paths: dict[int, list[str]]  # Of its modules, by their identities.
-    wrapped: frozenset[str]
+    def run(self, root: nn.Module) -> None:
+        """Search a model. Another thread may read what was found before."""
+        modules = list(root.named_modules(remove_duplicate=False))
+        names: dict[int, list[str]] = {}
+        paths: dict[int, list[str]] = {}
+        for path, module in modules:
+            paths.setdefault(id(module), []).append(path)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(joined(path, key))
+        self._root, self.names, self.paths, self.wrapped, self.is_new = root, names, paths, _wrapper_paths(modules), True
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is still where it was found."""
         *parents, key = self.names.get(id(tensor), [""])[0].split(".")
-        module: nn.Module | None = self.root
+        module = self._root
         for parent in parents:
             module = None if module is None else module._modules.get(parent)
         return module is not None and (module._parameters.get(key) is tensor or module._buffers.get(key) is tensor)
-
-
-def _tree_of(root: nn.Module) -> _Tree:
-    modules = list(root.named_modules(remove_duplicate=False))
-    tree = _Tree(root, {}, {}, _wrapper_paths(modules))
-    for path, module in modules:
-        tree.paths.setdefault(id(module), []).append(path)
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                tree.names.setdefault(id(tensor), []).append(joined(path, key))
-    return tree
 
 
 def _candidates(held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, set[str]]:

@@ -125,11 +125,11 @@ def test_a_call_searches_the_model_once_for_all_layers_that_it_binds(monkeypatch
     """Binding thousands of experts would take minutes otherwise."""
     searched = []
 
-    def search(root, found=instances._tree_of):
+    def run(search, root, run=instances.Search.run):
         searched.append(root)
-        return found(root)
+        run(search, root)
 
-    monkeypatch.setattr(instances, "_tree_of", search)
+    monkeypatch.setattr(instances.Search, "run", run)
     compiled = fp8(Loop(), "delayed")
     for _ in range(3):
         compiled(torch.randn(4, 16)).sum().backward()
