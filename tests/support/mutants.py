@@ -197,7 +197,7 @@ MUTANTS: list[Mutant] = [
     *_of("runtime/instances.py", "fp8pass/test_graph_breaks.py fp8pass/test_names.py fp8pass/test_lifecycle.py",
         ("instances have one name", 'name = f"{variable}#{number}" if number else variable', "name = variable")),
     *_of("runtime/instances.py", "fp8pass/test_names.py -k searches_or_finds",
-        ("modules that move in a call are not followed", "_wrapper_paths(modules), True\n", "_wrapper_paths(modules), False\n")),
+        ("modules that move in a call are not followed", "_wrapper_paths(modules), True\n", "_wrapper_paths(modules), self.is_new\n")),
     *_of("runtime/session.py", "fp8pass/test_names.py -k searches",
         ("the search of a call is kept", "            self.names.search = None\n", "            pass\n")),
     *_of("runtime/dynamo_graphs.py", "fp8pass/test_state.py -k tensors_is_new",
