@@ -12,7 +12,7 @@ from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import NO_RECIPE, Recipe, as_recipe
 from fp8pass.recipes.recipe import is_int
 
-#: GEMMs that run in FP8 if no rule matches: all but routers, heads and thin ones, or all that can.
+#: GEMMs that run in FP8 if no rule matches: all but those that `rewrite.select` finds, or all that can.
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 #: The role of values that the forward saves for the backward, which are no GEMM's.
@@ -50,7 +50,7 @@ class Rules:
     default: Recipe
     rules: tuple[Rule, ...] = ()
     select: Select = "auto"
-    """GEMMs that no rule matches: "auto" leaves routers, heads and thin ones in high precision, "all" none."""
+    """GEMMs that no rule matches: "auto" leaves those that `rewrite.select` finds in high precision, "all" none."""
     min_speedup: float | None = None
     """GEMMs that no rule matches and that have a smaller expected speed-up are kept in high precision."""
 

@@ -3,13 +3,16 @@
 `routing`  the result decides a choice of rows: a router of experts
 `head`     the output embedding
 `thin`     n or k below 32, such as LoRA's adapters
-All three are found by structure, never by name, on the forward GEMM; its gradients follow it. Heads whose loss is outside of
+`no data`  Parameters times Parameters, such as an orthogonal weight that is computed in each call
+`linear algebra`  part of the gradient of a decomposition or a solution
+All are found by structure, never by name, on the forward GEMM; its gradients follow it. Heads whose loss is outside of
 the graph are told by what is around it (`graph.gemms.Surroundings`).
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
 
@@ -28,23 +31,29 @@ aten = torch.ops.aten
 #: A forward GEMM with fewer columns, or a shorter K, has too little work for what its casts cost.
 THIN = 32
 
+#: Names of decompositions and solutions, whose gradients are products of matrices.
+_SOLVER = re.compile(r"_?linalg_|_?cholesky|lu_|matrix_exp|triangular_solve|ormqr|geqrf")
+
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
 
 def select(
     graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
-    """Routers, heads and thin GEMMs, each with the reason; and the GEMMs that are, or look like, a head."""
+    """Routers, heads, thin GEMMs and those without data, each with the reason; and those that are, or look like, a head."""
     finder = _UseFinder(graph, context)
+    reads_data = any(operand.kind == "input" for site in sites for operand in site.operands)
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
     for site in sites:
         if site.forward is not None:
             reason, is_head = chosen.get(site.forward), site.forward in heads
-        elif site.is_backward or not site.operands:
+        elif not site.operands:
             continue
+        elif site.is_backward:
+            reason, is_head = finder.reason_of_gradient(site), False
         else:
-            reason = finder.reason(site)
+            reason = finder.reason(site, reads_data)
             is_head = reason.kind is ReasonKind.HEAD if reason is not None else finder.resembles_logits(site)
         if reason is not None:
             chosen[site.node] = reason
@@ -59,12 +68,17 @@ class _UseFinder:
     def __init__(self, graph: fx.Graph, context: GraphContext):
         given, self._surroundings = context.given(graph), context.surroundings
         self.gradients = gradients = context.gradients_of(graph)
-        self.data = depends_on(graph, set(graph.find_nodes(op="placeholder")))
+        placeholders = set(graph.find_nodes(op="placeholder"))
+        self.data = depends_on(graph, placeholders)
+        solvers = [n for n in graph.nodes if n not in gradients and _SOLVER.match(name_of(n))]
+        self.solvers = {n.meta["seq_nr"]: name_of(n) for n in solvers if "seq_nr" in n.meta}
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
         self.leading_to_logarithms = leading_to(graph, gradients, _is_log_softmax, keeps_elements)
         # For logits: NOTE [heads whose loss is outside of the graph].
         parameters = {n for n, known in given.items() if known.is_weight}
+        varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n) or _repeats(n)})
+        self.without_data = depends_on(graph, parameters) - varying
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
         self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
@@ -78,13 +92,9 @@ class _UseFinder:
         reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
         self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
 
-    def reason(self, site: GemmSite) -> Reason | None:
-        """The reason why a forward GEMM is in high precision, or None."""
-        # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
-        pattern = pattern if (pattern := family(site.module)).strip("*.") else site.module
-        if ADAPTER in pattern:
-            pattern = f"*{ADAPTER}*"
-        override = f"to override: rules={{{pattern!r}: recipe}} or select='all'"
+    def reason(self, site: GemmSite, reads_data: bool) -> Reason | None:
+        """The reason why a forward GEMM is in high precision, or None. reads_data: whether some GEMM of the graph does."""
+        override = self._override(site)
         if any(o.kind == "weight" for o in site.operands):
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
             if choice is not None:
@@ -106,7 +116,23 @@ class _UseFinder:
         for name, size in (("n", site.n), ("k", site.k)):
             if isinstance(size, int) and size < THIN:
                 return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
+        if reads_data and all(o.value.root in self.without_data for o in site.operands):
+            return Reason(ReasonKind.NO_DATA, f"both operands are made of Parameters and buffers alone; {override}")
         return None
+
+    def _override(self, site: GemmSite) -> str:
+        # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
+        pattern = pattern if (pattern := family(site.module)).strip("*.") else site.module
+        if ADAPTER in pattern:
+            pattern = f"*{ADAPTER}*"
+        return f"to override: rules={{{pattern!r}: recipe}} or select='all'"
+
+    def reason_of_gradient(self, site: GemmSite) -> Reason | None:
+        """The reason why a gradient GEMM that no forward GEMM is known of is in high precision, or None."""
+        operation = self.solvers.get(site.node.meta.get("seq_nr"))
+        if operation is None:
+            return None
+        return Reason(ReasonKind.LINEAR_ALGEBRA, f"it is part of the gradient of {operation}; {self._override(site)}")
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
         """Tell whether a log-softmax over the GEMM's columns follows, decomposed or not."""
@@ -166,6 +192,16 @@ class _UseFinder:
         value = value_of(node)
         others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
         return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Tell whether a node holds a tensor several times over, as learned queries once for each sequence of a batch."""
+    is_expanded = node.target is aten.expand.default
+    return is_expanded and not same_size(value_of(node).numel(), value_of(node.all_input_nodes[0]).numel())
 
 
 def _is_log_softmax(node: fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """GEMMs that stay in high precision by default: routers and heads, found by structure, and thin ones; rules overrule that."""
 
+import functools
 import re
 
 import pytest
@@ -235,8 +236,8 @@ def test_a_contrastive_loss_has_no_router(backend):
 
 
 def read_as_activation(m, x):
-    """An embedding: learned queries, and a mixture of an embedding's rows."""
-    return m.inner(m.queries.weight) + m.mix(x).softmax(-1) @ m.queries.weight
+    """An embedding: learned queries, for each sequence, and a mixture of an embedding's rows."""
+    return m.inner(m.queries.weight.expand(2, -1, -1)) + m.mix(x).softmax(-1) @ m.queries.weight
 
 
 def autoencoded(m, x):
@@ -581,6 +582,72 @@ def lora(rank):
 def test_adapters_are_thin_below_32(rank, kind):
     assert kinds(lora(rank), tokens_in()) == {"base": "fp8", "down": kind, "up": kind}
     assert decisions(NanoGPT(vocabulary=rank), sentence(rank))["lm_head"]["output"] == ("thin" if kind == "thin" else "head")
+
+
+# -- GEMMs of no data, and of gradients of linear algebra
+
+
+def adapted(m, x):
+    """An adapter that is merged, and a penalty."""
+    return F.linear(x, m.inner.weight + m.up @ m.down) + (m.inner.weight @ m.inner.weight.mT).square().mean()
+
+
+def computed_alone(m):
+    """A grid of coordinates, which a model without inputs encodes: its only data."""
+    return m.two(torch.sin(m.one(m.grid)))
+
+
+def factors():
+    return {name: nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for name in ("up", "down")}
+
+
+def orthogonal(orthogonal_map):
+    return nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map=orthogonal_map)
+
+
+@pytest.mark.parametrize(
+    ("make", "no_data"),
+    [
+        (lambda: Net(adapted, **factors(), **linears("inner")), {"self", "inner"}),
+        *((functools.partial(orthogonal, name), {"parametrizations.weight.0"}) for name in ("matrix_exp", "cayley")),
+    ],
+    ids=["adapters and penalties", "exponentials", "solutions"],
+)
+def test_gemms_of_parameters_alone_stay_in_high_precision(make, no_data):
+    x = tokens_in()
+    compiled = fp8_compile(make(), "current", backend="aot_eager")
+    compiled(x).sum().backward()
+    found = {(g.module, None if g.reason is None else g.reason.partition(":")[0]) for g in inspect(compiled).gemms}
+    assert found == {
+        *((module, "no data") for module in no_data),
+        ("matmul" if "inner" in no_data else "self", None),
+    }
+    assert set(kinds(make(), x, select="all").values()) == {"fp8"}
+
+
+def inverted(m, x):
+    return m.inner(x) @ torch.linalg.inv(m.inner.weight + torch.eye(WIDTH))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_of_inverses_stay_in_high_precision(backend):
+    compiled = fp8_compile(Net(inverted, **linears("inner")), "current", backend=backend)
+    compiled(tokens_in().requires_grad_()).sum().backward()
+    reasons = {g.reason and g.reason.partition(";")[0] for g in inspect(compiled).gemms}
+    assert reasons == {None, "linear algebra: it is part of the gradient of linalg_inv_ex"}
+    assert sum(g.quantized for g in inspect(compiled).gemms) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: Net(computed_alone, grid=nn.Parameter(torch.randn(TOKENS, WIDTH)), **linears("one", "two")), ()),
+        (lambda: Net(lambda m: m.inner(torch.randn(TOKENS, WIDTH)) @ m.up, up=factors()["up"], **linears("inner")), ()),
+    ],
+    ids=["a model without inputs", "noise"],
+)
+def test_a_model_whose_only_data_are_its_own_is_rewritten(make, inputs):
+    assert set(kinds(make(), *inputs).values()) == {"fp8"}
 
 
 # -- the order of things: rules, then structure

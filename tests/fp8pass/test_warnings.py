@@ -149,6 +149,18 @@ def test_no_gemm_in_fp8_and_a_head_in_fp8_are_said_once_with_the_reasons_or_the_
         step(compiled, x)
 
 
+def test_a_batch_without_rows_says_nothing_and_the_next_one_does():
+    model = make(strict=True, rules={"0": "blockwise", "2": None})
+    step(model, batch()[:0])
+    assert not any(g.quantized for g in inspect(model).gemms)
+    step(model, batch())
+    assert {g.module for g in inspect(model).gemms if g.quantized} == {"0"}
+    model = make(mlp().double(), strict=True)
+    step(model, batch()[:0].double())
+    with pytest.raises(StrictError, match="no GEMM runs in FP8"):
+        model(batch().double())
+
+
 def test_inference_says_it_too_and_a_function_is_called_one():
     function = fp8_compile(lambda x, w: x @ w, "current", backend="aot_eager", rules={"*": None})
     with torch.no_grad(), said_once("the compiled function: no GEMM runs in FP8"):
