@@ -289,7 +289,7 @@ def _has_effect(rule: Rule, gemm: Decided) -> bool:
 
 def _is_empty(gemm: Decided) -> bool:
     """True if there was nothing to multiply, as in a batch without rows: other calls tell what becomes of such a GEMM."""
-    return isinstance(gemm, GemmRecord) and 0 in (gemm.m, gemm.n, gemm.k)
+    return isinstance(gemm, GemmRecord) and _kind(gemm) == ReasonKind.SHAPE.value and 0 in (gemm.m, gemm.n, gemm.k)
 
 
 def _kind(gemm: Decided) -> str:
