@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.errors import Reason
+from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path, TensorName, input_index
 from fp8pass.graph.values import recorded_size, value_of
@@ -71,6 +71,11 @@ class GemmRecord:
     looks_like_head: bool = False
     """It is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
     select="all", and where the graph does not tell."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there was nothing to multiply, as in a batch without rows: other calls tell what becomes of such a GEMM."""
+        return (self.reason or "").startswith(f"{ReasonKind.SHAPE.value}:") and 0 in (self.m, self.n, self.k)
 
     @property
     def flops(self) -> int | None:

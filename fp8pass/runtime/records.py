@@ -50,18 +50,20 @@ def placed_gathers(records: Sequence[GatherRecord], uses: Uses) -> list[GatherRe
 
 
 def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
-    """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it."""
+    """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it, and takes the
+    place of one that had no rows."""
     seen: Counter[tuple[object, ...]] = Counter()
     kept: list[GemmRecord] = []
     for gemms in graphs:
         here: Counter[tuple[object, ...]] = Counter()
         for g in gemms:
-            key = (g.module, g.role, g.quantized, g.recipe)
+            key = (g.module, g.role, g.quantized, g.recipe, g.is_empty)
             here[key] += 1
             if here[key] > seen[key]:
                 kept.append(g)
         seen |= here
-    return kept
+    known = {(g.module, g.role) for g in kept if not g.is_empty}
+    return [g for g in kept if not (g.is_empty and (g.module, g.role) in known)]
 
 
 def eager_records(part: Part, known: Sequence[GemmRecord] = ()) -> list[GemmRecord]:

@@ -139,8 +139,7 @@ def _title(session: Session) -> str:
 
 
 def _no_fp8(gemms: Sequence[GemmRecord]) -> str:
-    every, gemms = gemms, [g for g in gemms if not _is_empty(g)]
-    if any(g.quantized for g in gemms) or (every and not gemms):
+    if any(g.quantized or g.is_empty for g in gemms):
         return ""
     if not gemms:
         return (
@@ -284,12 +283,8 @@ def unmatched(rules: Sequence[Rule], gemms: Iterable[Decided]) -> list[Rule]:
 
 def _has_effect(rule: Rule, gemm: Decided) -> bool:
     """False if the rule that decides about a GEMM changes nothing: the GEMM cannot run in FP8, or runs eagerly anyway."""
-    return rule.role == SAVED or _is_empty(gemm) or _kind(gemm) not in (_FIXED[:1] if rule.recipe is None else _FIXED)
-
-
-def _is_empty(gemm: Decided) -> bool:
-    """True if there was nothing to multiply, as in a batch without rows: other calls tell what becomes of such a GEMM."""
-    return isinstance(gemm, GemmRecord) and _kind(gemm) == ReasonKind.SHAPE.value and 0 in (gemm.m, gemm.n, gemm.k)
+    tells_nothing = isinstance(gemm, GemmRecord) and gemm.is_empty
+    return rule.role == SAVED or tells_nothing or _kind(gemm) not in (_FIXED[:1] if rule.recipe is None else _FIXED)
 
 
 def _kind(gemm: Decided) -> str:
