@@ -4,7 +4,8 @@
 `head`     the output embedding
 `thin`     n or k below 32, such as LoRA's adapters
 `no data`  Parameters times Parameters, such as an orthogonal weight that is computed in each call
-`linear algebra`  part of the gradient of a decomposition or a solution
+`linear algebra`    an inverse, a decomposition or a solution is computed of the result, which magnifies errors
+`gradient formula`  part of the gradient of an operation that is no GEMM
 All are found by structure, never by name, on the forward GEMM; its gradients follow it. Heads whose loss is outside of
 the graph are told by what is around it (`graph.gemms.Surroundings`).
 """
@@ -31,8 +32,8 @@ aten = torch.ops.aten
 #: A forward GEMM with fewer columns, or a shorter K, has too little work for what its casts cost.
 THIN = 32
 
-#: Names of decompositions and solutions, whose gradients are products of matrices.
-_SOLVER = re.compile(r"_?linalg_|_?cholesky|lu_|matrix_exp|triangular_solve|ormqr|geqrf")
+#: Names of decompositions and solutions. Norms of vectors are none.
+_SOLVER = re.compile(r"_?linalg_(?!vector_norm|cross)|_?cholesky|lu_|matrix_exp|triangular_solve|ormqr|geqrf|inverse|logdet")
 
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
@@ -70,8 +71,9 @@ class _UseFinder:
         self.gradients = gradients = context.gradients_of(graph)
         placeholders = set(graph.find_nodes(op="placeholder"))
         self.data = depends_on(graph, placeholders)
-        solvers = [n for n in graph.nodes if n not in gradients and _SOLVER.match(name_of(n))]
-        self.solvers = {n.meta["seq_nr"]: name_of(n) for n in solvers if "seq_nr" in n.meta}
+        forward = [n for n in graph.nodes if n not in gradients and name_of(n) and not keeps_elements(n)]
+        self._operations = {n.meta["seq_nr"]: name_of(n) for n in forward if "seq_nr" in n.meta}
+        self._leading_to_solvers = leading_to(graph, gradients, _is_solver, keeps_elements)
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
         self.leading_to_logarithms = leading_to(graph, gradients, _is_log_softmax, keeps_elements)
@@ -105,6 +107,8 @@ class _UseFinder:
         right = b.value.root in self.embeddings and b.transposed and a.kind == "input"
         if left or right:
             return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {override}")
+        if not self._leading_to_solvers.isdisjoint(site.node.users):
+            return Reason(ReasonKind.LINEAR_ALGEBRA, f"the result is solved, inverted or decomposed; {override}")
         if self._feeds_cross_entropy(site.node):
             return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {override}")
         if self._makes_logits(site, self._vocabularies):
@@ -127,12 +131,11 @@ class _UseFinder:
             pattern = f"*{ADAPTER}*"
         return f"to override: rules={{{pattern!r}: recipe}} or select='all'"
 
-    def reason_of_gradient(self, site: GemmSite) -> Reason | None:
-        """The reason why a gradient GEMM that no forward GEMM is known of is in high precision, or None."""
-        operation = self.solvers.get(site.node.meta.get("seq_nr"))
-        if operation is None:
-            return None
-        return Reason(ReasonKind.LINEAR_ALGEBRA, f"it is part of the gradient of {operation}; {self._override(site)}")
+    def reason_of_gradient(self, site: GemmSite) -> Reason:
+        """The reason why a gradient GEMM that no forward GEMM is known of is in high precision."""
+        operation = self._operations.get(site.node.meta.get("seq_nr"), "an operation")
+        formula = f"it is part of the gradient of {operation}, which is no GEMM"
+        return Reason(ReasonKind.GRADIENT_FORMULA, f"{formula}; {self._override(site)}")
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
         """Tell whether a log-softmax over the GEMM's columns follows, decomposed or not."""
@@ -192,6 +195,10 @@ class _UseFinder:
         value = value_of(node)
         others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
         return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
+
+
+def _is_solver(node: fx.Node) -> bool:
+    return _SOLVER.match(name_of(node)) is not None
 
 
 def _is_random(node: fx.Node) -> bool:
