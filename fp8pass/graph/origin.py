@@ -15,6 +15,8 @@ from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTI
 
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
+#: A module whose name is no identifier, where `functional_call` put plain tensors for its Parameters: innermost first.
+_GETATTR = re.compile(r"getattr\(((?:(?!getattr\().)*?), '([^']*)'\)")
 _CONTAINERS = re.compile(r"\.(?:__dict__|_modules|_parameters|_buffers)(?=\.|$)")
 #: A method of an object belongs to it: `self.forward.__self__` is `self`, and a method in a variable is its object.
 _METHODS = re.compile(r"(?:\.\w+)??(?:\._torchdynamo_inline)?\.__self__(?=\.|$)")
@@ -49,6 +51,9 @@ def begins(beginning: str, path: str) -> bool:
 @functools.lru_cache(maxsize=8192)
 def parse_path(source: str) -> Path | None:
     """The path in Dynamo's name of a module or tensor, such as "L['self']._modules['a'].weight"."""
+    found = 1
+    while found:
+        source, found = _GETATTR.subn(r"\1.\2", source)
     match = _ROOT.match(source)
     if match is None:
         return None

@@ -84,12 +84,20 @@ class Fp8Module(OptimizedModule):
 class InPlaceCall:
     """The call of a model that was compiled in place. A copy or a pickle of it is None: a copied model is not compiled."""
 
-    def __init__(self, function: Callable[..., Any], session: Session):
+    def __init__(self, function: Callable[..., Any], session: Session, model: nn.Module):
         self._function = function
         self.session = session
+        self._model = weakref.ref(model)
+        self.forward = type(model).forward  # The model has it as a method of its own.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()
+        model = self._model()
+        if model is not None and type(model).forward is not self.forward:  # the class, or its forward, was exchanged
+            own = model.__dict__.get("forward")
+            if isinstance(own, types.MethodType) and own.__func__ is self.forward:
+                model.__dict__["forward"] = types.MethodType(type(model).forward, model)
+            self.forward = type(model).forward
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -128,10 +136,16 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     theirs = self.__dict__.get(CALL)
     if isinstance(ours, InPlaceCall) and theirs is not ours and callable(theirs):
         setattr(self, CALL, ReplacedCall(theirs, self, ours.session.options.strict))
-        _restore(self)
+        _restore(self, ours)
 
 
-_compile.__name__ = "compile"  # by which the bound method is pickled: that of the copy is the class's
+def _getstate(self: nn.Module) -> Any:
+    """`__getstate__` of a model that is compiled in place: that of the class, without our methods, which are this model's."""
+    state: Any = type(self).__getstate__(self)
+    if not isinstance(state, dict):
+        return state
+    ours = _our_methods(self, self.__dict__.get(CALL))
+    return {name: value for name, value in state.items() if name not in ours}
 
 
 def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
@@ -164,26 +178,32 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
         model.__dict__["forward"] = types.MethodType(type(model).forward, model)
     compiled = torch.compile(call, backend=Backend(session.options), **torch_options)
-    if "compile" not in model.__dict__:
-        model.__dict__["compile"] = types.MethodType(_compile, model)
-    setattr(model, CALL, InPlaceCall(_guarded(compiled, session, model), session))
+    for name, function in (("compile", _compile), ("__getstate__", _getstate)):
+        if name not in model.__dict__:
+            model.__dict__[name] = types.MethodType(function, model)
+    setattr(model, CALL, InPlaceCall(_guarded(compiled, session, model), session, model))
     _in_place.add(model)
     note_compiled()
 
 
 def undo_in_place(model: nn.Module) -> None:
     """Let the model run eagerly again."""
+    _restore(model, model.__dict__[CALL])
     delattr(model, CALL)
-    _restore(model)
     _in_place.discard(model)
 
 
-def _restore(model: nn.Module) -> None:
-    """Take our methods off a model."""
-    for name, function in (("forward", type(model).forward), ("compile", _compile)):
-        own = model.__dict__.get(name)
-        if isinstance(own, types.MethodType) and own.__func__ is function:
-            del model.__dict__[name]
+def _restore(model: nn.Module, call: object) -> None:
+    """Take our methods off a model. call: what its calls run."""
+    for name in _our_methods(model, call):
+        del model.__dict__[name]
+
+
+def _our_methods(model: nn.Module, call: object) -> list[str]:
+    """The names of the methods that we put into a model."""
+    ours = {"forward": call.forward if isinstance(call, InPlaceCall) else None, "compile": _compile, "__getstate__": _getstate}
+    own = {name: model.__dict__.get(name) for name in ours}
+    return [name for name, method in own.items() if isinstance(method, types.MethodType) and method.__func__ is ours[name]]
 
 
 def session_of(compiled: object) -> Session | None:

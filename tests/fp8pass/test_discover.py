@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fp8pass import inspect
 from fp8pass.graph import gemms
 from tests.support.cases import each
 from tests.support.joint import by_role, trace
 from tests.support.models import LlamaBlock, Net, mlp
+from tests.support.training import fp8
 
 aten = torch.ops.aten
 
@@ -96,6 +98,16 @@ def test_a_functional_call_belongs_to_the_owner_of_its_weight():
     outputs = [s.module for s in sites if s.role == "output" and s.operands]
     assert outputs[-1].endswith("out_proj")
     assert not outputs[0].endswith("out_proj")
+
+
+def test_modules_of_a_functional_call_have_their_names_in_containers_too():
+    """Where it puts plain tensors for Parameters, Dynamo names modules whose names are numbers by calls of `getattr`."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Sequential(nn.ReLU(), nn.Linear(48, 32)))
+    values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    rules = {"model.0": None, "model.1.1": "blockwise"}
+    compiled = fp8(lambda values, x: torch.func.functional_call(model, values, (x,)), "current", rules=rules)
+    compiled(values, torch.randn(16, 32)).sum().backward()
+    assert {(g.module, g.recipe) for g in inspect(compiled).gemms} == {("model.0", None), ("model.1.1", "blockwise")}
 
 
 def test_names_of_tensors():

@@ -97,7 +97,7 @@ def test_a_copy_is_the_uncompiled_model(duplicate, kind):
     train(model, given)
     twin = duplicate(model)
     assert type(twin) is kind
-    assert duplicate is copy.copy or twin.forward.__self__ is twin  # a shallow copy shares all that the model holds
+    assert twin.forward.__self__ is twin
     with pytest.raises(NotCompiledError):
         state(twin)
     with torch.no_grad():
@@ -105,6 +105,44 @@ def test_a_copy_is_the_uncompiled_model(duplicate, kind):
         assert twin(given).equal(Block.forward(twin, given))
     assert state(model).tensors
     assert not state(fp8_compile(twin, RECIPE, in_place=True)).tensors
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_student_with_the_teachers_body_and_a_head_of_its_own_trains_that(has_run):
+    """A shallow copy, whose forward and `compile` were the teacher's."""
+    teacher, given = make(), x()
+    if has_run:
+        train(teacher, given)
+        teacher.zero_grad()
+    student = copy.copy(teacher)
+    student._modules = {**teacher._modules, "down": nn.Linear(64, 32)}
+    assert train(student, given)[0].equal(Block.forward(student, given))
+    assert student.down.weight.grad is not None
+    assert teacher.down.weight.grad is None
+    student.compile(backend="aot_eager")
+    assert student._compiled_call_impl is not None
+    train(teacher, given)
+    assert any(g.quantized for g in inspect(teacher).gemms)
+
+
+def test_a_forward_that_its_class_exchanges_is_the_one_that_runs():
+    class Doubled(Block):
+        def forward(self, given):
+            return 2 * Block.forward(self, given)
+
+    class Patched(Block):
+        pass
+
+    models, given = [make(Block(), "current"), make(Patched(), "current")], x()
+    before = [model(given) for model in models]
+    models[0].__class__ = Doubled
+    Patched.forward = Doubled.forward
+    for model, once in zip(models, before, strict=True):
+        assert model(given).equal(2 * once)
+        assert any(g.quantized for g in inspect(model).gemms)
+        fp8_uncompile(model)
+        assert model.forward.__func__ is Doubled.forward
+        assert not {"forward", "compile", "__getstate__"} & set(model.__dict__)
 
 
 def test_what_is_an_error_and_that_there_is_a_way_back():

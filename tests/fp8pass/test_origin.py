@@ -22,6 +22,10 @@ SOURCES = {
     "L['self'].forward.__self__": ("self", ""),
     "L['batch']['x']": ("batch", "x"),
     "L['batch'][3]": ("batch", "3"),
+    # With plain tensors in the places of Parameters.
+    "getattr(G['model'].layers, '0')": ("model", "layers.0"),
+    "getattr(getattr(L['self'].a, '0').b, '1')": ("self", "a.0.b.1"),
+    "getattr(L['models'][0], '0').weight": ("models", "0.0.weight"),
     # An attribute of the user's that only begins like one of nn.Module's dictionaries stays.
     "L['self']._modules_of_mine.up": ("self", "_modules_of_mine.up"),
 }
