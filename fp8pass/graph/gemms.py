@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 
 from fp8pass.errors import Reason
 from fp8pass.graph.origin import Path, TensorName, input_index, is_tangent
@@ -65,11 +66,18 @@ NO_FAST_PATH = "torch.backends.mha.set_fastpath_enabled(False) before the first 
 _WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear", "trilinear"})
 
 
+_FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
+
+
 def _name_of(node: fx.Node) -> str:
     """Name of an operation with its namespace; "" for what is no operation."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    return str(node.target._schema.name)
+    target = target_of(node)
+    return str(target._schema.name) if node.op == "call_function" and isinstance(target, torch._ops.OpOverload) else ""
+
+
+def target_of(node: fx.Node) -> Any:
+    """What a node calls: of an operation that writes into its arguments, for which a graph has a wrapper, that operation."""
+    return node.args[0] if node.target in _FUNCTIONALIZED else node.target
 
 
 def operation_of(node: fx.Node) -> fx.Node:

@@ -24,6 +24,7 @@ from fp8pass.graph.gemms import (
     operands_of,
     operation_of,
     sizes_of,
+    target_of,
 )
 from fp8pass.graph.origin import Kind
 from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, by_key, made_only_of, resolve, resolve_rows, value_of
@@ -161,7 +162,7 @@ class _SiteFinder:
             form=form_of(node) if is_grouped else None,
             groups=num_groups(node) if is_grouped else 1,
             offs=None if offs is None else behind_aliases(offs),
-            target=operation_of(node).target,
+            target=target_of(operation_of(node)),
         )
 
     def _path(self, node: fx.Node, operands: tuple[Operand, ...]) -> origin.Path | None:

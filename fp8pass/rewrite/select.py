@@ -36,6 +36,8 @@ THIN = 32
 _SOLVER = re.compile(r"_?linalg_(?!vector_norm|cross)|_?cholesky|lu_|matrix_exp|triangular_solve|ormqr|geqrf|inverse|logdet")
 
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
+_SOFTMAX = ("_softmax", "softmax")
+_PICKS = ("gather", "index", "index_select")
 
 
 def select(
@@ -76,7 +78,7 @@ class _UseFinder:
         self._leading_to_solvers = leading_to(graph, gradients, _is_solver, keeps_elements)
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
-        self.leading_to_logarithms = leading_to(graph, gradients, _is_log_softmax, keeps_elements)
+        self.leading_to_logarithms = leading_to(graph, gradients, self._is_log_softmax, keeps_elements)
         # For logits: NOTE [heads whose loss is outside of the graph].
         parameters = {n for n, known in given.items() if known.is_weight}
         varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n) or _repeats(n)})
@@ -149,13 +151,37 @@ class _UseFinder:
             for node in source.users:
                 if node in columns or node in self.gradients or node.op != "call_function":
                     continue
-                if name_of(node) in _LOG_SOFTMAX:
-                    if _is_over(node, dim):
+                if name_of(node) in (*_LOG_SOFTMAX, *_SOFTMAX):
+                    if _is_over(node, dim) and (name_of(node) in _LOG_SOFTMAX or self._leads_to_logarithm([node])):
                         return True
-                elif name_of(node) == "exp" and _is_log_of_sum(node, dim):
+                elif name_of(node) == "exp" and self._is_log_of_sum(node, dim):
                     return True
                 elif keeps_elements(node) and (after := _dim_after(node, source, dim)) is not None:
                     columns[node] = after
+                    pending.append(node)
+        return False
+
+    def _is_log_softmax(self, node: fx.Node) -> bool:
+        """Tell whether a node is a log-softmax, over whatever dimension, the exponential in a decomposed one, or a softmax that
+        a logarithm follows."""
+        name = name_of(node)
+        if name == "exp":
+            return any(self._is_log_of_sum(node, dim) for dim in range(value_of(node).dim()))
+        return name in _LOG_SOFTMAX or (name in _SOFTMAX and self._leads_to_logarithm([node]))
+
+    def _is_log_of_sum(self, exp: fx.Node, dim: int) -> bool:
+        """Tell whether the sum of exp(x - max) over a dimension, or a quotient by it, is turned into a logarithm."""
+        return self._leads_to_logarithm([n for n in exp.users if name_of(n) == "sum" and len(n.args) > 1 and _is_over(n, dim)])
+
+    def _leads_to_logarithm(self, pending: list[fx.Node]) -> bool:
+        """Tell whether the logarithm of one of these is taken, of all elements or of picked ones."""
+        seen = set(pending)
+        while pending:
+            for node in pending.pop().users:
+                if name_of(node) == "log":
+                    return True
+                if node not in seen and node not in self.gradients and (keeps_elements(node) or name_of(node) in _PICKS):
+                    seen.add(node)
                     pending.append(node)
         return False
 
@@ -211,30 +237,11 @@ def _repeats(node: fx.Node) -> bool:
     return is_expanded and not same_size(value_of(node).numel(), value_of(node.all_input_nodes[0]).numel())
 
 
-def _is_log_softmax(node: fx.Node) -> bool:
-    """Tell whether a node is a log-softmax, over whatever dimension, or the exponential in a decomposed one."""
-    return name_of(node) in _LOG_SOFTMAX or (
-        name_of(node) == "exp" and any(_is_log_of_sum(node, dim) for dim in range(value_of(node).dim()))
-    )
-
-
 def _is_over(node: fx.Node, dim: int) -> bool:
     """Tell whether a reduction, or a softmax, runs over one dimension of its input."""
     dims: Any = argument(node, 1)
     num_dims = value_of(node.all_input_nodes[0]).dim()
     return [d % num_dims for d in (dims if isinstance(dims, Iterable) else [dims])] == [dim]
-
-
-def _is_log_of_sum(exp: fx.Node, dim: int) -> bool:
-    """Tell whether the sum of exp(x - max) over a dimension is turned into a logarithm."""
-    following = [n for n in exp.users if name_of(n) == "sum" and len(n.args) > 1 and _is_over(n, dim)]
-    while following:
-        for node in following.pop().users:
-            if name_of(node) == "log":
-                return True
-            if node.target in VIEWS:
-                following.append(node)
-    return False
 
 
 def _dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
@@ -377,7 +384,15 @@ _SCORES = frozenset({
 })
 # fmt: on
 #: Operations that choose -> which of their outputs says what was chosen (None: the operation has one output).
-_CHOICES = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": None, "argmin": None, "multinomial": None}
+# fmt: off
+_CHOICES = {
+    "topk": 1, "sort": 1, "max": 1, "min": 1, "kthvalue": 1,
+    "argmax": None, "argmin": None, "multinomial": None, "nonzero": None,
+}
+# fmt: on
+#: Operations whose largest or smallest values are a threshold for scores.
+_EXTREMES = frozenset({"topk", "sort", "max", "min", "kthvalue", "amax", "amin"})
+_COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 #: Operations that read or write at an index -> positions of the tensor and of the index among their arguments.
 _INDEXED = {
     "index": (0, 1),
@@ -386,13 +401,18 @@ _INDEXED = {
     "index_put_": (0, 1),
     "index_add": (0, 2),
     "index_add_": (0, 2),
+    "index_copy": (0, 2),
+    "index_reduce": (0, 2),
     "embedding": (0, 1),
+    "_embedding_bag": (0, 1),
+    "_embedding_bag_forward_only": (0, 1),
     "gather": (0, 2),
     "scatter": (0, 2),
     "scatter_": (0, 2),
     "scatter_add": (0, 2),
+    "scatter_reduce": (0, 2),
 }
-_ELEMENTWISE = frozenset({"gather", "scatter", "scatter_", "scatter_add"})
+_ELEMENTWISE = frozenset({"gather", "scatter", "scatter_", "scatter_add", "scatter_reduce"})
 
 _Kind = Literal["index", "mask", "other"]
 
@@ -426,7 +446,7 @@ def leading_to(
 
 def leading_to_choices(graph: fx.Graph, gradients: set[fx.Node]) -> set[fx.Node]:
     """The nodes from which scores lead to an operation that chooses."""
-    return leading_to(graph, gradients, lambda node: name_of(node) in _CHOICES, _makes_scores)
+    return leading_to(graph, gradients, lambda node: name_of(node) in _CHOICES or bool(_masks(node)), _makes_scores)
 
 
 def _makes_scores(node: fx.Node) -> bool:
@@ -442,7 +462,9 @@ def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], dat
     made = _scores_of(gemm, gradients)
     for node in made:
         name = name_of(node)
-        if name in _CHOICES and any(_takes_rows(i, name, made, gradients, data) for i in _indices(node)):
+        if name in _CHOICES and any(_takes_rows(i, "index", name, made, gradients, data) for i in _indices(node)):
+            return name
+        if any(_takes_rows(m, "mask", name, made, gradients, data) for m in _masks(node) if m in made):
             return name
     return None
 
@@ -469,11 +491,29 @@ def _indices(choice: fx.Node) -> list[fx.Node]:
     return [n for n in choice.users if n.target is operator.getitem and argument(n, 1) == position]
 
 
-def _takes_rows(index: fx.Node, choice: str, made: dict[fx.Node, None], gradients: set[fx.Node], data: set[fx.Node]) -> bool:
-    """Tell whether rows are taken by a chosen index: in this graph or, where it returns a mask or a top-k, in the next one."""
-    kinds: dict[fx.Node, _Kind] = {index: "index"}
-    own = {*made, *following(index, gradients)}
-    pending = [index]
+def _masks(choice: fx.Node) -> list[fx.Node]:
+    """The comparisons of scores with the largest or smallest values of one of these operations."""
+    if name_of(choice) not in _EXTREMES:
+        return []
+    found, pending = [], [choice]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if name_of(user) in _COMPARES and len(user.all_input_nodes) > 1:
+                found.append(user)
+            elif user.target in VIEWS or (user.target is operator.getitem and argument(user, 1) == 0):
+                pending.append(user)
+    return found
+
+
+def _takes_rows(
+    chosen: fx.Node, kind: _Kind, choice: str, made: dict[fx.Node, None], gradients: set[fx.Node], data: set[fx.Node]
+) -> bool:
+    """Tell whether rows are taken by a chosen index or mask: in this graph or, where it returns a mask or a top-k, in the next
+    one."""
+    kinds: dict[fx.Node, _Kind] = {chosen: kind}
+    own = {*made, *following(chosen, gradients)}
+    pending = [chosen]
     while pending:
         node = pending.pop()
         kind = kinds[node]

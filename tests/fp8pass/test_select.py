@@ -79,6 +79,38 @@ def where_loop(logits, h, experts):
     return out
 
 
+def below_the_second(logits, h, experts):
+    """The two best experts are those whose scores are no smaller than the second best."""
+    scores = logits.masked_fill(logits < logits.topk(2)[0][:, -1:], -torch.inf).softmax(-1)
+    return sum(scores[:, i : i + 1] * torch.tanh(h * experts[i]) for i in range(4))
+
+
+def where_largest(logits, h, experts):
+    return h * (((logits == logits.amax(-1, keepdim=True)).to(h.dtype) * logits) @ experts)
+
+
+def bags(logits, h, experts):
+    """Product keys: the best rows of a table, summed."""
+    weights, chosen = logits.topk(2)
+    return h * F.embedding_bag(chosen, experts, per_sample_weights=weights.softmax(-1), mode="sum")
+
+
+def kth_best(logits, h, experts):
+    return h * experts[logits.kthvalue(EXPERTS, -1)[1]]
+
+
+def clustered(operation):
+    """The mean of the rows that chose an expert, or one of them."""
+
+    def form(logits, h, experts):
+        best, table, rows = logits.argmax(-1), torch.zeros(EXPERTS, WIDTH), h * experts[0]
+        if operation == "scatter_reduce":
+            return h * table.scatter_reduce(0, best[:, None].expand(-1, WIDTH), rows, "mean").sum(0)
+        return h * table.index_copy(0, best, rows).sum(0)
+
+    return form
+
+
 ROUTERS = {  # of logits, rows and experts
     "softmax, topk": softmax_topk,
     "topk, softmax": lambda y, h, e: mixed(h, e, y.topk(2)[0].softmax(-1), y.topk(2)[1]),
@@ -89,6 +121,9 @@ ROUTERS = {  # of logits, rows and experts
     "max": lambda y, h, e: h * F.embedding((best := y.softmax(-1).max(-1))[1], e) * best[0][:, None],
     "scatter": lambda y, h, e: h * (torch.zeros_like(y).scatter(1, (best := y.softmax(-1).topk(2))[1], best[0]) @ e),
     **{f.__name__: f for f in (two_argmaxes, expert_choice, grouped_sigmoid, masked_loop, where_loop, gathered_rows)},
+    **{f.__name__: f for f in (below_the_second, where_largest, bags, kth_best)},
+    "scatter_reduce": clustered("scatter_reduce"),
+    "index_copy": clustered("index_copy"),
 }
 
 
@@ -398,8 +433,11 @@ LOSSES = {  # with what they make of the GEMM of the logits
     ),
     "logsumexp": (lambda y, t: (y.logsumexp(-1) - y.gather(-1, t[..., None])[..., 0]).mean(), "head"),
     "in chunks": (in_chunks, "head"),
+    "logarithm": (lambda y, t: F.nll_loss(y.softmax(-1).log().flatten(0, 1), t.flatten()), "head"),
+    "logarithm of some": (lambda y, t: -(y.softmax(-1).gather(-1, t[..., None]) + 1e-9).log().mean(), "head"),
+    "quotient": (lambda y, t: -(y.exp().gather(-1, t[..., None]) / y.exp().sum(-1, keepdim=True)).log().mean(), "head"),
+    "probabilities": (lambda y, t: y.softmax(-1).gather(-1, t[..., None]).mean(), "fp8"),
     "over positions": (lambda y, t: y.log_softmax(1).mean(), "fp8"),  # not over the GEMM's columns
-    "probabilities": (lambda y, t: y.softmax(-1).square().mean(), "fp8"),
     "squares": (squares, "fp8"),
     "binary": (lambda y, t: F.binary_cross_entropy_with_logits(y, torch.ones_like(y)), "fp8"),
 }

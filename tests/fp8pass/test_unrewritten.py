@@ -50,6 +50,29 @@ def test_custom_matmul_stays_with_a_reason():
     assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: this operation has no FP8 counterpart"
 
 
+@torch.library.custom_op("fp8pass_test::mm_into", mutates_args=("out",))
+def _matmul_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    torch.mm(x, w, out=out)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_custom_matmul_that_writes_into_an_argument_stays_with_a_reason(backend):
+    def multiply(x, w):
+        out = x.new_empty(x.shape[0], w.shape[1])
+        _matmul_into(out, x, w)
+        return out @ w
+
+    compiled = fp8_compile(multiply, "current", backend=backend)
+    x, w = torch.randn(16, 32), torch.randn(32, 32)
+    assert sqnr(multiply(x, w), compiled(x, w)) >= SQNR_LINEAR_E4M3
+    custom, plain = inspect(compiled).gemms
+    assert (custom.op, custom.reason) == (
+        "fp8pass_test.mm_into",
+        "unsupported op: fp8pass_test.mm_into: this operation has no FP8 counterpart",
+    )
+    assert plain.quantized
+
+
 def test_a_bilinear_stays_with_a_reason():
     """It multiplies three operands, each of which has a gradient."""
     model = Net(lambda self, x, y: self.product(x, y), product=nn.Bilinear(32, 48, 16))
