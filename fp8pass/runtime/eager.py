@@ -77,6 +77,7 @@ _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "ein
 
 _breaks: dict[_Key, tuple[str, str]] = {}  # Frame -> where Dynamo ended a graph in it, or left it eager, and why.
 _left_eager: set[_Key] = set()
+_rests: dict[_Key, int] = {}  # Frame -> the line of its own behind which Dynamo could not resume, and left it eager.
 _in_thread = threading.local()
 _numbers = itertools.count()
 
@@ -281,11 +282,15 @@ class Call:
             self._removals.append(hook.remove)
 
     def watch_again(self) -> None:
-        """Watch, after Dynamo has traced a frame, whatever no graph has read so far: it may run eagerly."""
+        """Watch, after Dynamo has traced a frame, whatever no graph has read so far: it may run eagerly. So may a linear of
+        torch's that a graph has read, in another frame or in the rest of one."""
         root = self.runs._root()
         if root is not None:
             read = self.runs.read_by(self.graphs)
-            self.watch(held for held in self.runs.candidates(root, self.is_part) if held[0] not in read)
+            found = ((path, reference, reference()) for path, reference in self.runs.candidates(root, self.is_part))
+            self.watch(
+                (path, reference) for path, reference, module in found if path not in read or isinstance(module, _LINEARS)
+            )
 
     def unwatch(self) -> None:
         """Take all hooks off."""
@@ -360,7 +365,9 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
         """Dynamo compiles the frame of a user's module, and of a linear of torch's with hooks, unless it was left out."""
         if is_own or is_expected:
             return True
-        return not is_read and code is not None and (is_at_limit(code) or not num_compiled(code))
+        if code is None or is_read:
+            return code is not None and calls_any(code, _PRODUCTS, _last_compiled_line(code))
+        return is_at_limit(code) or not num_compiled(code) or _key(code) in _left_eager
 
     is_gemm = not isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, is_gemm, source)
@@ -453,6 +460,7 @@ def _listen() -> None:
     if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()
+        _rests.clear()
         _num_traces = 0
 
 
@@ -465,6 +473,8 @@ def note_graph(code: CodeType | None, reason: GraphCompileReason | None) -> None
             text = _first_lines(met[-1])
             stops = "Dynamo compiled up to this line and cannot resume after the break, as in a `try`, `with` or loop"
             text = text if ALLOW_RNN in text else f"{text}; {stops}"
+            if own := _own_lines(code, reason.user_stack):
+                _rests[_key(code)] = own[-1].lineno or 0
         _breaks[_key(code)] = _place(code, reason.user_stack), text
 
 
@@ -483,6 +493,16 @@ def _end_attempt(_: Any) -> None:
     if new := _met_since(counted):
         _left_eager.add(_key(code))
         _breaks[_key(code)] = _place(code, getattr(sys.exc_info()[1], "real_stack", None) or ()), _first_lines(new[0])
+
+
+def _last_compiled_line(code: CodeType) -> int:
+    """The line of a function behind which Dynamo left it eager, as it could not resume or left what it had resumed."""
+    resumed = [key for key in _left_eager if key[1].startswith(_RESUMES)]
+    found = [*_rests.items(), *((key, int(key[1].rpartition("_at_")[2]) - 1) for key in resumed)]
+    last = max((line for _, line in dis.findlinestarts(code) if line), default=0)
+    own = (code.co_filename, code.co_name)
+    lines = [line for (file, name, _), line in found if (file, function_name(name)) == own]
+    return min((line for line in lines if code.co_firstlineno <= line <= last), default=sys.maxsize)
 
 
 def _met_since(before: Mapping[tuple[str, str], int]) -> list[str]:
@@ -540,12 +560,18 @@ def function_name(name: str) -> str:
 def _place(code: CodeType, stack: Iterable[FrameSummary]) -> str:
     """A function with the line that broke its graph and, if that line is in a function it calls, the latter. stack: the user's
     code where Dynamo stopped, the innermost function last."""
+    stack = list(stack)
     users = [at for at in stack if not at.filename.startswith((_TORCH, _OWN))]
-    own = [at for at in users if (at.filename, function_name(at.name)) == (code.co_filename, function_name(code.co_name))]
+    own = _own_lines(code, stack)
     place = named(code) if not own else _at(code.co_name, code.co_filename, own[-1].lineno)
     if users and users[-1] not in own:
         place += f", in {_at(users[-1].name, users[-1].filename, users[-1].lineno)}"
     return place
+
+
+def _own_lines(code: CodeType, stack: Iterable[FrameSummary]) -> list[FrameSummary]:
+    """The entries of a stack that are of this function."""
+    return [at for at in stack if (at.filename, function_name(at.name)) == (code.co_filename, function_name(code.co_name))]
 
 
 # -- the recompile limit
@@ -645,11 +671,16 @@ def is_of_torch(code: CodeType | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def calls_any(code: CodeType, names: frozenset[str]) -> bool:
-    """True if a function uses one of these names, or `@`."""
-    return bool(names & set(code.co_names)) or any(
-        i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=") for i in dis.get_instructions(code)
-    )
+def calls_any(code: CodeType, names: frozenset[str], after: int = 0) -> bool:
+    """True if a function uses one of these names, or `@`, in a line after this one."""
+    lines = dict(dis.findlinestarts(code))
+    line = 0
+    for i in dis.get_instructions(code):
+        line = lines.get(i.offset) or line
+        is_product = i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=")
+        if line > after and (is_product or (isinstance(i.argval, str) and i.argval in names)):
+            return True
+    return False
 
 
 def may_compile() -> bool:

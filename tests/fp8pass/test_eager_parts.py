@@ -5,6 +5,7 @@ import copy
 import inspect as python
 import itertools
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -252,6 +253,68 @@ def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(mo
         place += f", in check (test_eager_parts.py:{first + 2})" * (model is Calling)
         assert place in text
         assert place in found.ran_eagerly[path]
+
+
+class InTurn(nn.ModuleList):
+    def forward(self, given):
+        for layer in self:
+            given = layer(given)
+        return given
+
+
+class Rest(nn.Module):
+    """Products by a Parameter and by a linear, before a break and behind it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(64, 64)
+        self.weight, self.last = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(2))
+
+    def forward(self, given):
+        h = self.inner(given) @ self.weight
+        if self.way == "with":
+            with contextlib.ExitStack():
+                torch._dynamo.graph_break()
+                h = self.inner(h) @ self.last
+        elif self.way == "lock":  # resumed behind the first break, and dropped there
+            with threading.Lock():
+                torch._dynamo.graph_break()
+                h = self.inner(h) @ self.last
+        elif self.way == "pointwise":
+            try:
+                torch._dynamo.graph_break()
+                h = h.tanh()
+            finally:
+                h = h + 1
+        elif self.way == "loop":
+            for _ in range(2):
+                torch._dynamo.graph_break()
+                h = self.inner(h)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("parts", "eager"),
+    [
+        (["with"], {"0", "0.inner"}),
+        (["lock"], {"0", "0.inner"}),
+        (["pointwise"], set()),
+        (["", "loop"], {"1", "1.inner"}),
+        (["", "shared"], {"0.inner", "1"}),
+    ],
+    ids=["with", "lock", "pointwise", "loop", "shared"],
+)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_products_behind_a_break_are_said_beside_those_before_it_and_those_of_other_instances(parts, eager):
+    layers = [Rest(part.replace("shared", "loop")) for part in parts]
+    if "shared" in parts:
+        layers[1].inner = layers[0].inner
+    compiled = make(InTurn(layers))
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        compiled(x()).sum().backward()
+    assert {"0", "0.inner"} <= {g.module for g in inspect(compiled).gemms if g.quantized}
+    assert set(inspect(compiled).ran_eagerly) == eager
 
 
 def test_a_recurrent_module_runs_in_fp8_with_the_setting_that_compiles_it():
