@@ -61,7 +61,6 @@ from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.snapshots import Modes, in_modes, modes_now
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.runtime.words import Uncacheable
-from fp8pass.scales.store import TooFarApart
 from fp8pass.weights.parameters import Seen, places_of
 from fp8pass.weights.released import any_released, is_used
 from lowering.operation import has_tangent
@@ -485,7 +484,7 @@ class DynamoGraph:
         all instances from now on; backwards that are under way are those of the earlier one."""
         try:
             return graph, self._bind(session, graph, args)
-        except TooFarApart:
+        except InputsMissing:
             wider = self._compile(session, graph.key)
         wider.num_calls, self.graphs[graph.key] = graph.num_calls, wider
         if self._usual is graph:

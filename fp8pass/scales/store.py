@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from fp8pass.errors import InvariantError, RecipeError, UnknownTensorError, nearest
+from fp8pass.errors import RecipeError, UnknownTensorError, nearest
 from fp8pass.graph.origin import TensorName
+from fp8pass.inputs import InputsMissing
 from fp8pass.recipes import DelayedScaling
 from lowering import state as reference
 from lowering import update_scales
@@ -35,10 +36,6 @@ def entries_for(num_tensors: int) -> int:
 def capacity_for(num_entries: int) -> int:
     """A capacity that holds `num_entries`: a power of two, so that few sizes are ever compiled for."""
     return max(_SMALLEST, 1 << max(0, num_entries - 1).bit_length())
-
-
-class TooFarApart(InvariantError):
-    """No window of a graph's size holds all tensors of an instance: the graph was compiled for a smaller state."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -354,16 +351,15 @@ class DelayedStore:
     # -- scales and amaxes of calls
 
     def window(self, names: Sequence[str], size: int) -> Window:
-        """The window of `size` entries that holds all of `names`, with their slots in it. Raises TooFarApart."""
+        """The window of `size` entries that holds all of `names`, with their slots in it. Raises InputsMissing where no window
+        of this size holds them: the graph was compiled for a smaller state."""
         columns = self.columns(*names)
         if self.capacity < size:
             self.grow(size)
         offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
         offset -= offset % ALIGNMENT
         if columns and max(columns) - offset >= size:
-            raise TooFarApart(
-                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile again"
-            )
+            raise InputsMissing(entries=max(columns) + 1)
         shown, slots = slice(offset, offset + size), self._slots([column - offset for column in columns], size)
         return Window(self.scale[shown], self.amax_history[0, shown], self._scratch[shown], slots, offset)
 
