@@ -45,7 +45,7 @@ def select(
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
     """Routers, heads, thin GEMMs and those without data, each with the reason; and those that are, or look like, a head."""
     finder = _UseFinder(graph, context)
-    reads_data = any(operand.kind == "input" for site in sites for operand in site.operands)
+    reads_data = any(finder.has_data(site) for site in sites if not site.is_backward)
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
     for site in sites:
@@ -74,7 +74,8 @@ class _UseFinder:
         placeholders = set(graph.find_nodes(op="placeholder"))
         self.data = depends_on(graph, placeholders)
         forward = [n for n in graph.nodes if n not in gradients and name_of(n) and not keeps_elements(n)]
-        self._operations = {n.meta["seq_nr"]: name_of(n) for n in forward if "seq_nr" in n.meta}
+        # The operations without a gradient that follow one have its number, too.
+        self._operations = {n.meta["seq_nr"]: name_of(n) for n in reversed(forward) if "seq_nr" in n.meta}
         self._leading_to_solvers = leading_to(graph, gradients, _is_solver, keeps_elements)
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
@@ -82,7 +83,7 @@ class _UseFinder:
         # For logits: NOTE [heads whose loss is outside of the graph].
         parameters = {n for n, known in given.items() if known.is_weight}
         varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n) or _repeats(n)})
-        self.without_data = depends_on(graph, parameters) - varying
+        self._without_data = depends_on(graph, parameters) - varying
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
         self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
@@ -122,9 +123,13 @@ class _UseFinder:
         for name, size in (("n", site.n), ("k", site.k)):
             if isinstance(size, int) and size < THIN:
                 return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
-        if reads_data and all(o.value.root in self.without_data for o in site.operands):
+        if reads_data and not self.has_data(site):
             return Reason(ReasonKind.NO_DATA, f"both operands are made of Parameters and buffers alone; {override}")
         return None
+
+    def has_data(self, site: GemmSite) -> bool:
+        """Tell whether a GEMM reads something that is not made of Parameters and buffers alone, once for all inputs."""
+        return any(o.value.root not in self._without_data for o in site.operands)
 
     def _override(self, site: GemmSite) -> str:
         # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
