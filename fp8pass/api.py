@@ -74,8 +74,9 @@ def fp8_compile(
         mode: as in torch.compile; for the backend "inductor".
         options: Inductor's options, as in torch.compile; for the backend "inductor".
         select: "auto" keeps in high precision what trains better or faster there: routers of experts, the output embedding,
-            GEMMs with n or k below 32, GEMMs of Parameters alone, and those of linear algebra. "all" takes every GEMM
-            that can run in FP8. A rule that matches a GEMM always decides.
+            GEMMs with n or k below 32, GEMMs that make weights of Parameters, those of linear algebra, and products in
+            gradients of what is no GEMM. "all" takes every GEMM that can run in FP8. A rule that matches a GEMM always
+            decides.
         min_speedup: GEMMs that no rule matches run in high precision if their expected speed-up over bfloat16, an estimate,
             is smaller; 1.0 leaves out those expected to be slower. None: the estimate decides nothing.
         weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": the forward writes them in the

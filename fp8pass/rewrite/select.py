@@ -3,7 +3,7 @@
 `routing`  the result decides a choice of rows: a router of experts
 `head`     the output embedding
 `thin`     n or k below 32, such as LoRA's adapters
-`no data`  Parameters times Parameters, such as an orthogonal weight that is computed in each call
+`no data`  Parameters times Parameters, of which a weight is made, such as an orthogonal one, or a Gram matrix
 `linear algebra`    an inverse, a decomposition or a solution is computed of the result, which magnifies errors
 `gradient formula`  part of the gradient of an operation that is no GEMM
 All are found by structure, never by name, on the forward GEMM; its gradients follow it. Heads whose loss is outside of
@@ -35,6 +35,10 @@ THIN = 32
 #: Names of decompositions and solutions. Norms of vectors are none.
 _SOLVER = re.compile(r"_?linalg_(?!vector_norm|cross)|_?cholesky|lu_|matrix_exp|triangular_solve|ormqr|geqrf|inverse|logdet")
 
+#: Operations that put elements into a matrix, or take some, and those behind which nothing is differentiated.
+_PLACES = frozenset({"tril", "triu", "diagonal_scatter", "slice_scatter", "select_scatter", "index_put", "cat", "index"})
+_CUTS = (aten.detach.default, aten.alias.default)
+
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 _SOFTMAX = ("_softmax", "softmax")
 _PICKS = ("gather", "index", "index_select")
@@ -43,9 +47,9 @@ _PICKS = ("gather", "index", "index_select")
 def select(
     graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
-    """Routers, heads, thin GEMMs and those without data, each with the reason; and those that are, or look like, a head."""
+    """The GEMMs in high precision by default, each with the reason; and those that are, or look like, a head."""
     finder = _UseFinder(graph, context)
-    reads_data = any(finder.has_data(site) for site in sites if not site.is_backward)
+    finder.find_weights([site for site in sites if not site.is_backward])
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
     for site in sites:
@@ -56,7 +60,7 @@ def select(
         elif site.is_backward:
             reason, is_head = finder.reason_of_gradient(site), False
         else:
-            reason = finder.reason(site, reads_data)
+            reason = finder.reason(site)
             is_head = reason.kind is ReasonKind.HEAD if reason is not None else finder.resembles_logits(site)
         if reason is not None:
             chosen[site.node] = reason
@@ -73,17 +77,19 @@ class _UseFinder:
         self.gradients = gradients = context.gradients_of(graph)
         placeholders = set(graph.find_nodes(op="placeholder"))
         self.data = depends_on(graph, placeholders)
+        parameters = {n for n, known in given.items() if known.is_weight}
+        # Depends on inputs that are no Parameters or buffers, or on chance.
+        self._varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n)})
         forward = [n for n in graph.nodes if n not in gradients and name_of(n) and not keeps_elements(n)]
         # The operations without a gradient that follow one have its number, too.
         self._operations = {n.meta["seq_nr"]: name_of(n) for n in reversed(forward) if "seq_nr" in n.meta}
-        self._leading_to_solvers = leading_to(graph, gradients, _is_solver, keeps_elements)
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
         self.leading_to_logarithms = leading_to(graph, gradients, self._is_log_softmax, keeps_elements)
         # For logits: NOTE [heads whose loss is outside of the graph].
-        parameters = {n for n, known in given.items() if known.is_weight}
-        varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n) or _repeats(n)})
-        self._without_data = depends_on(graph, parameters) - varying
+        self._graph = graph
+        self._made_into_weights: set[fx.Node] = set()  # Nodes without data of which weights of GEMMs are made.
+        self._leading_to_solvers = self._find_leading_to_solvers()
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
         self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
@@ -97,8 +103,8 @@ class _UseFinder:
         reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
         self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
 
-    def reason(self, site: GemmSite, reads_data: bool) -> Reason | None:
-        """The reason why a forward GEMM is in high precision, or None. reads_data: whether some GEMM of the graph does."""
+    def reason(self, site: GemmSite) -> Reason | None:
+        """The reason why a forward GEMM is in high precision, or None."""
         override = self._override(site)
         if any(o.kind == "weight" for o in site.operands):
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
@@ -123,13 +129,40 @@ class _UseFinder:
         for name, size in (("n", site.n), ("k", site.k)):
             if isinstance(size, int) and size < THIN:
                 return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
-        if reads_data and not self.has_data(site):
-            return Reason(ReasonKind.NO_DATA, f"both operands are made of Parameters and buffers alone; {override}")
+        if not self._has_data(site) and (site.node in self._made_into_weights or _is_gram(site)):
+            return Reason(
+                ReasonKind.NO_DATA, f"Parameters times Parameters, of which a weight or a penalty is made; {override}"
+            )
         return None
 
-    def has_data(self, site: GemmSite) -> bool:
-        """Tell whether a GEMM reads something that is not made of Parameters and buffers alone, once for all inputs."""
-        return any(o.value.root not in self._without_data for o in site.operands)
+    def find_weights(self, sites: Sequence[GemmSite]) -> None:
+        """Find what weights are made of in the graph, given its forward GEMMs."""
+        weights = {o.value.root for site in sites if self._has_data(site) for o in site.operands} - self._varying
+        made = leading_to(self._graph, self.gradients, weights.__contains__, lambda n: n not in self._varying)
+        self._made_into_weights = made
+
+    def _has_data(self, site: GemmSite) -> bool:
+        """Tell whether a GEMM reads what depends on inputs that are no Parameters, or on chance."""
+        return any(o.value.root in self._varying for o in site.operands)
+
+    def _find_leading_to_solvers(self) -> set[fx.Node]:
+        """The nodes from which one is reached that solves, inverts or decomposes, past one sum with another activation at most:
+        not all layers of a residual stream."""
+
+        def mixes(node: fx.Node) -> bool:
+            shape = getattr(node.meta.get("val"), "shape", ())
+            others = [n for n in node.all_input_nodes if n in self._varying and _is_float(n.meta.get("val"))]
+            return len(others) > 1 and sum(same_shape(value_of(n).shape, shape) for n in others) > 1
+
+        def passes(node: fx.Node) -> bool:
+            return node.target not in _CUTS and (keeps_elements(node) or name_of(node) in _PLACES) and not mixes(node)
+
+        last = leading_to(self._graph, self.gradients, _is_solver, passes)
+        if not last:
+            return last
+        return leading_to(
+            self._graph, self.gradients, lambda n: n in last or (mixes(n) and not last.isdisjoint(n.users)), passes
+        )
 
     def _override(self, site: GemmSite) -> str:
         # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
@@ -141,7 +174,7 @@ class _UseFinder:
     def reason_of_gradient(self, site: GemmSite) -> Reason:
         """The reason why a gradient GEMM that no forward GEMM is known of is in high precision."""
         operation = self._operations.get(site.node.meta.get("seq_nr"), "an operation")
-        formula = f"it is part of the gradient of {operation}, which is no GEMM"
+        formula = f"it is part of the gradient of {operation}, and belongs to no forward GEMM"
         return Reason(ReasonKind.GRADIENT_FORMULA, f"{formula}; {self._override(site)}")
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
@@ -185,7 +218,13 @@ class _UseFinder:
             for node in pending.pop().users:
                 if name_of(node) == "log":
                     return True
-                if node not in seen and node not in self.gradients and (keeps_elements(node) or name_of(node) in _PICKS):
+                others = [
+                    n for n in node.all_input_nodes if n in self._varying and n not in seen and _is_float(n.meta.get("val"))
+                ]
+                is_own = not others or name_of(node) == "div"  # by the sum of the exponentials
+                if node not in self.gradients and is_own and (keeps_elements(node) or name_of(node) in _PICKS):
+                    if node in seen:
+                        continue
                     seen.add(node)
                     pending.append(node)
         return False
@@ -236,10 +275,10 @@ def _is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _repeats(node: fx.Node) -> bool:
-    """Tell whether a node holds a tensor several times over, as learned queries once for each sequence of a batch."""
-    is_expanded = node.target is aten.expand.default
-    return is_expanded and not same_size(value_of(node).numel(), value_of(node.all_input_nodes[0]).numel())
+def _is_gram(site: GemmSite) -> bool:
+    """Tell whether a GEMM multiplies a matrix by itself."""
+    a, b = site.operands
+    return a.value == b.value
 
 
 def _is_over(node: fx.Node, dim: int) -> bool:
@@ -469,7 +508,7 @@ def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], dat
         name = name_of(node)
         if name in _CHOICES and any(_takes_rows(i, "index", name, made, gradients, data) for i in _indices(node)):
             return name
-        if any(_takes_rows(m, "mask", name, made, gradients, data) for m in _masks(node) if m in made):
+        if any(_takes_rows(m, "mask", name, made, gradients, data) for m in _masks(node)):
             return name
     return None
 
@@ -497,14 +536,20 @@ def _indices(choice: fx.Node) -> list[fx.Node]:
 
 
 def _masks(choice: fx.Node) -> list[fx.Node]:
-    """The comparisons of scores with the largest or smallest values of one of these operations."""
+    """The comparisons of scores [..., n] with the largest or smallest ones of each row, which one of these operations finds."""
     if name_of(choice) not in _EXTREMES:
+        return []
+    scores = choice.all_input_nodes[0]
+    last = value_of(scores).dim() - 1
+    names = [a.name for a in choice.target._schema.arguments]  # type: ignore[union-attr]
+    dims = argument(choice, names.index("dim")) if "dim" in names and len(choice.args) > names.index("dim") else -1
+    if [d % (last + 1) for d in (dims if isinstance(dims, Sequence) else [dims])] != [last]:
         return []
     found, pending = [], [choice]
     while pending:
         node = pending.pop()
         for user in node.users:
-            if name_of(user) in _COMPARES and len(user.all_input_nodes) > 1:
+            if name_of(user) in _COMPARES and scores in user.all_input_nodes:
                 found.append(user)
             elif user.target in VIEWS or (user.target is operator.getitem and argument(user, 1) == 0):
                 pending.append(user)
@@ -524,7 +569,7 @@ def _takes_rows(
         kind = kinds[node]
         for user in node.users:
             if user.op == "output":  # of a joint graph it is among the gradients, too
-                if kind == "mask" or (kind == "index" and choice in ("topk", "sort")):
+                if (kind == "mask" and kinds[chosen] == "index") or (kind == "index" and choice in ("topk", "sort")):
                     return True
                 continue
             if user in kinds or user in gradients:

@@ -281,6 +281,21 @@ def autoencoded(m, x):
     return m.decode(m.book(torch.cdist(m.encode(x)[None], m.book.weight[None])[0].argmin(-1)))
 
 
+def clipped(m, x):
+    """Rows are scaled where the largest feature of all exceeds a limit: a choice of no rows."""
+    h = m.one(x)
+    return m.two(h * torch.where(h.abs().amax() > m.limit, 0.5, 1.0))
+
+
+def largest_in_time(m, x):
+    h = m.one(x)
+    return m.two(h * (h == h.amax(0, keepdim=True)))
+
+
+def gated_logarithm(m, x):
+    return (m.one(x).exp() * m.two(x).softmax(-1) + 1).log()
+
+
 #: Models all of whose GEMMs are in FP8, with their inputs; a second block as one that is compiled by itself.
 ALL_IN_FP8 = {
     "attention": (lambda: LlamaBlock(WIDTH, 2 * WIDTH), (2, TOKENS, WIDTH)),
@@ -289,6 +304,13 @@ ALL_IN_FP8 = {
         lambda: Net(read_as_activation, queries=nn.Embedding(TOKENS, WIDTH), **linears("inner", mix=TOKENS)),
         (TOKENS, WIDTH),
     ),
+    **{
+        f.__name__: (
+            functools.partial(lambda f: Net(f, limit=nn.Parameter(torch.ones(())), **linears("one", "two")), f),
+            (TOKENS, WIDTH),
+        )
+        for f in (clipped, largest_in_time, gated_logarithm)
+    },
     "few rows": (lambda: nn.Linear(WIDTH, WIDTH), (4, WIDTH)),
     "an autoencoder": (lambda: mlp(VOCABULARY, WIDTH, VOCABULARY), (TOKENS, VOCABULARY)),
 }
@@ -631,6 +653,11 @@ def adapted(m, x):
     return F.linear(x, m.inner.weight + m.up @ m.down) + (m.inner.weight @ m.inner.weight.mT).square().mean()
 
 
+def positions(m, x):
+    """Relative positions, learned and sine ones, by linears whose results are added: no weights."""
+    return m.inner(x) + m.two(m.table[: len(x)])
+
+
 def computed_alone(m):
     """A grid of coordinates, which a model without inputs encodes: its only data."""
     return m.two(torch.sin(m.one(m.grid)))
@@ -679,7 +706,7 @@ def test_products_that_are_inverted_and_gradients_of_inverses_stay_in_high_preci
     assert reasons == {
         None: 6,
         "linear algebra: the result is solved, inverted or decomposed": 3,
-        "gradient formula: it is part of the gradient of linalg_inv_ex, which is no GEMM": 2,
+        "gradient formula: it is part of the gradient of linalg_inv_ex, and belongs to no forward GEMM": 2,
     }
 
 
@@ -688,11 +715,22 @@ def test_products_that_are_inverted_and_gradients_of_inverses_stay_in_high_preci
     [
         (lambda: Net(computed_alone, grid=nn.Parameter(torch.randn(TOKENS, WIDTH)), **linears("one", "two")), ()),
         (lambda: Net(lambda m: m.inner(torch.randn(TOKENS, WIDTH)) @ m.up, up=factors()["up"], **linears("inner")), ()),
+        (lambda: Net(positions, table=nn.Parameter(torch.randn(TOKENS, WIDTH)), **linears("inner", "two")), (tokens_in(),)),
+        (
+            lambda: Net(
+                lambda m, x: F.scaled_dot_product_attention(m.q(m.table).repeat(2, 1, 1), m.k(x), x),
+                table=nn.Parameter(torch.randn(TOKENS, WIDTH)),
+                **linears("q", "k"),
+            ),
+            (torch.randn(2, TOKENS, WIDTH),),
+        ),
     ],
-    ids=["a model without inputs", "noise"],
+    ids=["a model without inputs", "noise", "positions", "queries"],
 )
-def test_a_model_whose_only_data_are_its_own_is_rewritten(make, inputs):
-    assert set(kinds(make(), *inputs).values()) == {"fp8"}
+def test_what_has_no_data_and_is_no_weight_is_rewritten(make, inputs):
+    found = kinds(make(), *inputs)
+    assert set(found.values()) - {"unsupported op"} == {"fp8"}
+    assert found.get("matmul") in (None, "fp8", "unsupported op")
 
 
 # -- the order of things: rules, then structure
