@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +28,17 @@ from fp8pass.graph.gemms import (
     target_of,
 )
 from fp8pass.graph.origin import Kind
-from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, by_key, made_only_of, resolve, resolve_rows, value_of
+from fp8pass.graph.values import (
+    MatrixValue,
+    Operand,
+    behind_aliases,
+    by_key,
+    made_only_of,
+    resolve,
+    resolve_rows,
+    same_size,
+    value_of,
+)
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
@@ -113,7 +124,9 @@ class _SiteFinder:
         known, gradient = self._known_and_gradient(node)
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
         candidates = forward if gradient is None else [*owners.get(gradient, ()), *forward]
-        mate, role = mate_and_role(known, grads, mates, candidates, taken)
+        pairs = self.values_of(node)
+        is_transposed = bool(pairs) and pairs[0 if grads[0] else 1][1]
+        mate, role = mate_and_role(known, grads, mates, candidates, taken, is_transposed, sizes_of(node)[2])
         if mate is not None:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
@@ -221,25 +234,46 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
 # 2. The gradient of the operand beside the known one is computed: next to the weight that is the input, and vice versa.
 # 3. Of two operands of the same kind, the gradient of the first is grad_input, that of the second grad_weight.
 # 4. A role of a forward GEMM is taken once.
-# 5. If no forward GEMM read the tensor: `gradient @ ...` is grad_input, `... @ gradient` is grad_weight.
+# 5. If no forward GEMM read the tensor, as the backward gathered it once more: what is summed over tells which gradient it is,
+#    the columns of the result or its rows; where these are as many, or nothing is known of the forward GEMM, the form does:
+#    `gradient @ ...` and `... @ gradient.T` are the gradient of the first operand, the others that of the second.
 
 
 Taken = set[tuple[fx.Node, str]]  # Gradients already found: (forward GEMM, role).
 
 
 def mate_and_role(
-    known: MatrixValue | None, is_gradient: Sequence[bool], mates: Sequence[GemmSite], forward: Sequence[GemmSite], taken: Taken
+    known: MatrixValue | None,
+    is_gradient: Sequence[bool],
+    mates: Sequence[GemmSite],
+    forward: Sequence[GemmSite],
+    taken: Taken,
+    is_transposed: bool = False,
+    k: Any = None,
 ) -> tuple[GemmSite | None, str]:
     """The forward GEMM (None if none is found) and the role of a gradient GEMM. known: the value of the operand that is not a
     gradient; None where it is not clear. is_gradient: for each operand whether it depends on an output gradient. mates: the
-    forward GEMMs with the same `seq_nr`. forward: all of them. The result is not added to `taken`."""
+    forward GEMMs with the same `seq_nr`. forward: all of them. is_transposed: whether the transposed gradient is multiplied. k:
+    the size that is summed over. The result is not added to `taken`."""
     if known is not None:
         candidates = mates if all(is_gradient) else (*mates, *forward)
         for site, role in _readers(known, candidates):
             if (site.node, role) not in taken:
                 return site, role
-    role = "grad_weight" if is_gradient and not is_gradient[0] else "grad_input"
-    return (mates[0] if mates else None), role
+    is_of_first = not is_gradient or all(is_gradient) or is_gradient[0] != is_transposed
+    found = [(site, _role_by_sum(site, is_of_first, k)) for site in mates]
+    free = [pair for pair in found if (pair[0].node, pair[1]) not in taken]
+    return next(iter((*free, *found)), (None, "grad_input" if is_of_first else "grad_weight"))
+
+
+def _role_by_sum(site: GemmSite, is_of_first: bool, k: Any) -> str:
+    """The role of a gradient GEMM of a forward GEMM that sums over k values. is_of_first: whether its form is that of the
+    gradient of the first operand."""
+    over_columns, over_rows = same_size(k, site.n), same_size(k, site.m)
+    is_of_first = over_columns if over_columns != over_rows else is_of_first
+    if not site.operands or site.operands[0].kind == site.operands[1].kind:
+        return "grad_input" if is_of_first else "grad_weight"
+    return "grad_weight" if site.operands[0 if is_of_first else 1].kind == "weight" else "grad_input"
 
 
 def _readers(known: MatrixValue, candidates: Iterable[GemmSite]) -> Iterable[tuple[GemmSite, str]]:

@@ -32,13 +32,13 @@ class Sites:
         node = self.nodes.setdefault(result, self.graph.placeholder(result))
         return GemmSite(node, "m", None, "output", M, N, K, "", tuple(operands), False)
 
-    def find(self, known, is_gradient, mates=(), taken=()):
+    def find(self, known, is_gradient, mates=(), taken=(), *shape):
         """(result of the forward GEMM, role)."""
         sites = {site.node.name: site for site in self.forward}
         value = None if known is None else self.value(known)
         held = {(sites[name].node, role) for name, role in taken}
         before = set(held)
-        mate, role = mate_and_role(value, is_gradient, [sites[m] for m in mates], self.forward, held)
+        mate, role = mate_and_role(value, is_gradient, [sites[m] for m in mates], self.forward, held, *shape)
         assert held == before, "what is taken is the caller's business"
         return None if mate is None else mate.node.name, role
 
@@ -88,6 +88,27 @@ TABLE = {
     "two gradients": (["y = x @ w:weight"], "w", (True, True), [], [], (None, "grad_input")),
     "two gradients, seq_nr known": (["y = x @ w:weight"], "w", (True, True), ["y"], [], ("y", "grad_input")),
 }  # fmt: skip
+
+
+#: Gradients of `y = x @ w`, and of `y = w @ x`, whose other operand the backward has made anew, such as by another gather:
+#: which operand is the gradient, whether it is transposed, the size that is summed over -> roles for the two.
+MADE_ANEW = {
+    "gy @ w.T": (GRADIENT_LEFT, False, N, "grad_input", "grad_weight"),
+    "w @ gy.T": (GRADIENT_RIGHT, True, N, "grad_input", "grad_weight"),
+    "x.T @ gy": (GRADIENT_RIGHT, False, M, "grad_weight", "grad_input"),
+    "gy.T @ x": (GRADIENT_LEFT, True, M, "grad_weight", "grad_input"),
+    "gy.T @ x, whose gradient is stored transposed": (GRADIENT_LEFT, False, M, "grad_weight", "grad_input"),
+    "gy.T @ x, of a size that tells nothing": (GRADIENT_LEFT, True, None, "grad_weight", "grad_input"),
+}
+
+
+@each("case", MADE_ANEW)
+def test_an_operand_that_the_backward_has_made_anew(case):
+    is_gradient, is_transposed, k, *roles = MADE_ANEW[case]
+    for forward, role in zip(("y = x @ w:weight", "y = w:weight @ x"), roles, strict=True):
+        assert Sites(forward).find("new", is_gradient, ["y"], [], is_transposed, k) == ("y", role)
+        both = Sites(forward, "z = x @ v:weight").find("new", is_gradient, ["y", "z"], [("y", role)], is_transposed, k)
+        assert both[0] == "z", "a role of a GEMM is taken once"
 
 
 @each("case", TABLE)
