@@ -64,7 +64,6 @@ MUTANTS: list[Mutant] = [
     *_of("rewrite/select.py", "fp8pass/test_select.py -k alone_or_inver_or_no_data",
         ("products of Parameters run in FP8", "if not self._has_data(site) and (site.node in", "if False and (site.node in"),
         ("what has no data is a weight", "(site.node in self._made_into_weights or _is_gram(site))", "True"),
-        ("noise is no data", "| {n for n in graph.nodes if _is_random(n)}", ""),
         ("gradients of inverses run in FP8", "reason, is_head = finder.reason_of_gradient(site), False", "continue"),
         ("what is inverted runs in FP8", "if not self._leading_to_solvers.isdisjoint(site.node.users):", "if False:")),
     *_of("runtime/clock.py", "fp8pass/test_manual_steps.py",
