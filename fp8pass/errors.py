@@ -163,7 +163,7 @@ class ReasonKind(enum.Enum):
     THIN = "thin"
     """Too few columns, or too short a K."""
     NO_DATA = "no data"
-    """Both operands are made of Parameters and buffers alone."""
+    """A weight, or a penalty on one, is made by multiplying Parameters and buffers."""
     LINEAR_ALGEBRA = "linear algebra"
     """An inverse, a decomposition or a solution is computed of the result."""
     GRADIENT_FORMULA = "gradient formula"

@@ -267,7 +267,7 @@ def mate_and_role(
 
 
 def _role_by_sum(site: GemmSite, is_of_first: bool, k: Any) -> str:
-    """The role of a gradient GEMM of a forward GEMM that sums over k values. is_of_first: whether its form is that of the
+    """The role, in a forward GEMM, of a gradient GEMM that sums over k values. is_of_first: whether that has the form of a
     gradient of the first operand."""
     over_columns, over_rows = same_size(k, site.n), same_size(k, site.m)
     is_of_first = over_columns if over_columns != over_rows else is_of_first

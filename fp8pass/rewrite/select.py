@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassG
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import MOVES
-from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, is_matmul, operands_of
+from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, argument_of, is_matmul, operands_of
 from fp8pass.graph.origin import ADAPTER, family
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_shape, same_size, value_of
 
@@ -48,8 +49,7 @@ def select(
     graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext
 ) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
     """The GEMMs in high precision by default, each with the reason; and those that are, or look like, a head."""
-    finder = _UseFinder(graph, context)
-    finder.find_weights([site for site in sites if not site.is_backward])
+    finder = _UseFinder(graph, context, [site for site in sites if not site.is_backward])
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
     for site in sites:
@@ -72,24 +72,23 @@ def select(
 class _UseFinder:
     """Follows what becomes of GEMMs' results. Invariant: never changes the graph."""
 
-    def __init__(self, graph: fx.Graph, context: GraphContext):
+    def __init__(self, graph: fx.Graph, context: GraphContext, sites: Sequence[GemmSite]):
+        """sites: the forward GEMMs."""
         given, self._surroundings = context.given(graph), context.surroundings
-        self.gradients = gradients = context.gradients_of(graph)
+        self._graph, self.gradients = graph, context.gradients_of(graph)
+        gradients = self.gradients
         placeholders = set(graph.find_nodes(op="placeholder"))
         self.data = depends_on(graph, placeholders)
         parameters = {n for n, known in given.items() if known.is_weight}
         # Depends on inputs that are no Parameters or buffers, or on chance.
         self._varying = depends_on(graph, (placeholders - parameters) | {n for n in graph.nodes if _is_random(n)})
-        forward = [n for n in graph.nodes if n not in gradients and name_of(n) and not keeps_elements(n)]
-        # The operations without a gradient that follow one have its number, too.
-        self._operations = {n.meta["seq_nr"]: name_of(n) for n in reversed(forward) if "seq_nr" in n.meta}
         self.embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
         self.leading_to_choices = leading_to_choices(graph, gradients)
         self.leading_to_logarithms = leading_to(graph, gradients, self._is_log_softmax, keeps_elements)
-        # For logits: NOTE [heads whose loss is outside of the graph].
-        self._graph = graph
-        self._made_into_weights: set[fx.Node] = set()  # Nodes without data of which weights of GEMMs are made.
         self._leading_to_solvers = self._find_leading_to_solvers()
+        weights = {o.value.root for site in sites if self._has_data(site) for o in site.operands} - self._varying
+        self._made_into_weights = leading_to(graph, gradients, weights.__contains__, lambda n: n not in self._varying)
+        # For logits: NOTE [heads whose loss is outside of the graph].
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
         self._elsewhere = [n for n in self._surroundings.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
@@ -135,12 +134,6 @@ class _UseFinder:
             )
         return None
 
-    def find_weights(self, sites: Sequence[GemmSite]) -> None:
-        """Find what weights are made of in the graph, given its forward GEMMs."""
-        weights = {o.value.root for site in sites if self._has_data(site) for o in site.operands} - self._varying
-        made = leading_to(self._graph, self.gradients, weights.__contains__, lambda n: n not in self._varying)
-        self._made_into_weights = made
-
     def _has_data(self, site: GemmSite) -> bool:
         """Tell whether a GEMM reads what depends on inputs that are no Parameters, or on chance."""
         return any(o.value.root in self._varying for o in site.operands)
@@ -157,12 +150,18 @@ class _UseFinder:
         def passes(node: fx.Node) -> bool:
             return node.target not in _CUTS and (keeps_elements(node) or name_of(node) in _PLACES) and not mixes(node)
 
+        if not any(map(_is_solver, self._graph.nodes)):
+            return set()
         last = leading_to(self._graph, self.gradients, _is_solver, passes)
-        if not last:
-            return last
         return leading_to(
             self._graph, self.gradients, lambda n: n in last or (mixes(n) and not last.isdisjoint(n.users)), passes
         )
+
+    @cached_property
+    def _operations(self) -> dict[Any, str]:
+        """The forward's operations by their numbers in autograd. What follows one and has no gradient has its number, too."""
+        forward = [n for n in self._graph.nodes if n not in self.gradients and name_of(n) and not keeps_elements(n)]
+        return {n.meta["seq_nr"]: name_of(n) for n in reversed(forward) if "seq_nr" in n.meta}
 
     def _override(self, site: GemmSite) -> str:
         # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
@@ -218,13 +217,10 @@ class _UseFinder:
             for node in pending.pop().users:
                 if name_of(node) == "log":
                     return True
-                others = [
-                    n for n in node.all_input_nodes if n in self._varying and n not in seen and _is_float(n.meta.get("val"))
-                ]
-                is_own = not others or name_of(node) == "div"  # by the sum of the exponentials
-                if node not in self.gradients and is_own and (keeps_elements(node) or name_of(node) in _PICKS):
-                    if node in seen:
-                        continue
+                if node in seen or node in self.gradients or not (keeps_elements(node) or name_of(node) in _PICKS):
+                    continue
+                others = (n for n in node.all_input_nodes if n in self._varying and n not in seen)
+                if name_of(node) == "div" or not any(_is_float(n.meta.get("val")) for n in others):  # by the exponentials' sum
                     seen.add(node)
                     pending.append(node)
         return False
@@ -282,9 +278,14 @@ def _is_gram(site: GemmSite) -> bool:
 
 
 def _is_over(node: fx.Node, dim: int) -> bool:
-    """Tell whether a reduction, or a softmax, runs over one dimension of its input."""
-    dims: Any = argument(node, 1)
+    """Tell whether a reduction, a softmax or a choice runs over one dimension of its input."""
+    declared = {a.name: (i, a.default_value) for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
     num_dims = value_of(node.all_input_nodes[0]).dim()
+    if "dim" not in declared or not num_dims:
+        return False
+    position, default = declared["dim"]
+    given = argument_of(node, position, "dim")
+    dims: Any = next((d for d in (given, default) if d is not None), ())
     return [d % num_dims for d in (dims if isinstance(dims, Iterable) else [dims])] == [dim]
 
 
@@ -540,10 +541,7 @@ def _masks(choice: fx.Node) -> list[fx.Node]:
     if name_of(choice) not in _EXTREMES:
         return []
     scores = choice.all_input_nodes[0]
-    last = value_of(scores).dim() - 1
-    names = [a.name for a in choice.target._schema.arguments]  # type: ignore[union-attr]
-    dims = argument(choice, names.index("dim")) if "dim" in names and len(choice.args) > names.index("dim") else -1
-    if [d % (last + 1) for d in (dims if isinstance(dims, Sequence) else [dims])] != [last]:
+    if not _is_over(choice, value_of(scores).dim() - 1):
         return []
     found, pending = [], [choice]
     while pending:

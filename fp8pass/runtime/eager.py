@@ -365,8 +365,10 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
         """Dynamo compiles the frame of a user's module, and of a linear of torch's with hooks, unless it was left out."""
         if is_own or is_expected:
             return True
-        if code is None or is_read:
-            return code is not None and calls_any(code, _PRODUCTS, _last_compiled_line(code))
+        if code is None:
+            return False
+        if is_read:
+            return calls_any(code, _PRODUCTS, _last_compiled_line(code))
         return is_at_limit(code) or not num_compiled(code) or _key(code) in _left_eager
 
     is_gemm = not isinstance(module, (nn.RNNBase, nn.RNNCellBase))
@@ -560,9 +562,8 @@ def function_name(name: str) -> str:
 def _place(code: CodeType, stack: Iterable[FrameSummary]) -> str:
     """A function with the line that broke its graph and, if that line is in a function it calls, the latter. stack: the user's
     code where Dynamo stopped, the innermost function last."""
-    stack = list(stack)
     users = [at for at in stack if not at.filename.startswith((_TORCH, _OWN))]
-    own = _own_lines(code, stack)
+    own = _own_lines(code, users)
     place = named(code) if not own else _at(code.co_name, code.co_filename, own[-1].lineno)
     if users and users[-1] not in own:
         place += f", in {_at(users[-1].name, users[-1].filename, users[-1].lineno)}"
@@ -678,7 +679,7 @@ def calls_any(code: CodeType, names: frozenset[str], after: int = 0) -> bool:
     for i in dis.get_instructions(code):
         line = lines.get(i.offset) or line
         is_product = i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=")
-        if line > after and (is_product or (isinstance(i.argval, str) and i.argval in names)):
+        if line > after and (is_product or (i.opcode in dis.hasname and i.argval in names)):
             return True
     return False
 
