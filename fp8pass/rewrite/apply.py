@@ -44,7 +44,7 @@ class Applied:
     readers: dict[fx.Node, tuple[fx.Node, ...]] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> the nodes that read its result."""
     state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)  # Placeholders per recipe that keeps state.
-    trains: bool = False  # The graph has a backward.
+    records: bool = False  # Calls record amaxes.
     variants: frozenset[str] = frozenset()  # Peculiarities of the calls that the graph is for.
 
     def now(self, node: fx.Node) -> fx.Node:
@@ -80,7 +80,7 @@ class _Rewriter:
         self.options = options
         self.start = Cursor.start(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.applied = Applied(state=state, trains=options.trains, variants=options.variants)
+        self.applied = Applied(state=state, records=options.records, variants=options.variants)
         self.emitters: dict[tuple[Recipe, Scheme], Emitter] = {}
         used = dict.fromkeys((c.recipe, scheme_of(c.quantization)) for d in plan.rewritten for c in d.copies)
         order = list(state)
@@ -89,7 +89,7 @@ class _Rewriter:
                 scheme,
                 plan.tensors_in_state(recipe),
                 state.get(recipe),
-                trains=options.trains,
+                records=options.records,
                 is_first=FIRST_STEP in options.variants,
             )
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch for copy in cast.copies}

@@ -47,7 +47,7 @@ from lowering.paths import GemmPath
 class Options:
     """Options of the rewrite of one graph."""
 
-    trains: bool  # The graph has a backward: inference records no amax and saves nothing.
+    trains: bool  # The graph has a backward: others save nothing.
     contiguous_outputs: bool
     """Every result cut from a padded N is copied, for backends that take the strides of tracing for granted; otherwise those
     that the graph returns."""
@@ -55,7 +55,14 @@ class Options:
     watch: Measured | None = None  # The statistics that the graph measures; None: nothing.
     variants: frozenset[str] = USUAL  # Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`.
     device: Device | None = None  # Whose constants estimates are made with; None: those of the device that a GEMM is on.
+    in_training: bool = False
+    """The graph is a part of a model that trains, perhaps a frozen one: inference records no amax."""
     may_ask: bool = False  # The graph may be compiled again with inputs for cached copies: NOTE [two attempts] in `weights.py`.
+
+    @property
+    def records(self) -> bool:
+        """True if calls of the graph record amaxes."""
+        return self.trains or self.in_training
 
 
 @dataclasses.dataclass(frozen=True)

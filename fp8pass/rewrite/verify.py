@@ -452,13 +452,14 @@ def _check_state(planned: _PlannedTerms, meaning: Meaning) -> None:
         pairs: list[tuple[fx.Node, int, Any]] = []
         for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
             for node in target.users:
-                if node.target is not ops.record_amax.default or node.meta.get("partitioner_tag") != f"must_be_in_{side}":
+                tag = node.meta.get("partitioner_tag", "must_be_in_forward")  # A graph without a backward has no tags.
+                if node.target is not ops.record_amax.default or tag != f"must_be_in_{side}":
                     raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
                 given = arguments_of(node)
                 if given["slots"] is not state.slots:
                     raise InvariantError(f"{node.name} records in the slots {given['slots']}, which are not slots of the state")
                 pairs += [(node, i, amax) for i, amax in zip(given["index"], meaning.arguments(node)["observed"], strict=True)]
-        wanted = sorted(tensor_at) if applied.trains else []
+        wanted = sorted(tensor_at) if applied.records else []
         if (recorded := sorted(i for _, i, _ in pairs)) != wanted:
             raise InvariantError(f"amaxes of slots {recorded} are recorded, the plan quantizes {len(wanted)} tensors")
         for node, i, amax in pairs:

@@ -159,7 +159,7 @@ def _size_obstacle(shape: tuple[Any, ...]) -> Reason | None:
 def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) -> Plan:
     """The plan with the inputs of the graph that hold the copies. A weight whose inputs are not there is cast in the graph.
     Raises InputsMissing where they can be asked for."""
-    wanted = {w.tensor: inputs_of(w, w.kept, options.trains) for w in plan.weights if isinstance(w.kept, WeightTensor)}
+    wanted = {w.tensor: inputs_of(w, w.kept, options.records) for w in plan.weights if isinstance(w.kept, WeightTensor)}
     missing = [given for needed in wanted.values() for given in needed if given.key not in inputs]
     if missing and options.may_ask:
         raise InputsMissing(inputs=tuple(given for needed in wanted.values() for given in needed))

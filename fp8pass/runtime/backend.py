@@ -72,6 +72,7 @@ class JointPass(CustomGraphPass):
         inputs = find_extra_inputs(graph, compiled.extra_start, compiled.extra_inputs, input_index)
         options = Options(
             trains=trains,
+            in_training=compiled.in_training,
             contiguous_outputs=not self.generates_code,
             given=self.options,
             watch=compiled.key.watch,

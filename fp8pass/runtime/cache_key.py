@@ -104,7 +104,7 @@ def key_of(graph: CompiledGraph, options: CompileOptions, variants: Set[str], ma
     return digest_of(
         [
             [lowered_by(), str(torch.__version__), sys.version_info[:3], _gpu(graph.device), left_out()],
-            [graph.source and fingerprint(graph.source), about, graph.key, frozenset(variants), may_ask],
+            [graph.source and fingerprint(graph.source), about, graph.key, graph.in_training, frozenset(variants), may_ask],
             [decided, _groups(options.amax_reduction_group), [_uuid_of(each) for each in earlier_passes(options.patches)]],
         ]
     )

@@ -88,7 +88,7 @@ class Instance:
     def __init__(
         self,
         bound: dict[int, BoundInputs],
-        trains: bool,
+        records: bool,
         parameters: Hashable,
         seen: Mapping[int, Seen],
         modules: Sequence[nn.Module] = (),
@@ -105,7 +105,7 @@ class Instance:
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
         self.identity: Hashable = known or parameters
         self.is_read = any(inputs.is_read for inputs in bound.values())  # True if the graph reads any of its extra inputs.
-        self.records = trains and self.is_read  # True if calls with gradients write into them what a step boundary reads.
+        self.records = records and self.is_read  # True if calls with gradients write into them what a step boundary reads.
 
     def is_of(self, args: tuple[Any, ...]) -> bool:
         """True if arguments with its identities are its Parameters, and not others that came where they were: all its modules
@@ -212,6 +212,9 @@ class DynamoGraph:
         extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
         start, about = len(self._traced), (self.device, self.placement, self._surroundings)
         graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
+        root = session.root()
+        is_trained = root is not None and any(p.requires_grad for p in root.parameters())
+        graph.in_training = torch.is_grad_enabled() and is_trained
         graph.frame = weakref.ref(self)
         graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), modes_now())
         return graph
@@ -323,7 +326,8 @@ class DynamoGraph:
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_due_step()
             session.clock.trained |= may_train
-        graph = self._graph(session, args, trains and not dry)
+        is_frozen_part = self._first.is_frozen_part and torch.is_grad_enabled()
+        graph = self._graph(session, args, (trains or is_frozen_part) and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
         instance = self._instance(session, graph, args)
@@ -401,13 +405,13 @@ class DynamoGraph:
         self, session: Session, graph: CompiledGraph, instance: Instance, args: tuple[Any, ...], trains: bool, is_dry: bool
     ) -> Any:
         """A call that is no recomputation. trains: whether gradients are wanted. is_dry: whether it is part of a dry pass."""
-        may_record = trains and instance.records
-        records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         variants = instance.variants() if instance.is_read else USUAL
+        may_record = instance.records and (trains or (torch.is_grad_enabled() and graph.is_frozen_part and variants == USUAL))
+        records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         if may_be_checkpointed(self._other_args(args)):
             run = FirstRun(instance.remembered(variants), records == "all", variants, graph.key, trains, is_dry)
             session.first_runs.add(args, instance.identity, run)
-        session.clock.recorded |= trains and not is_dry
+        session.clock.recorded |= (trains or may_record) and not is_dry
         result = self._call(graph, instance, args, records, variants) if instance.is_read else _call_unread(graph, args)
         if trains and session.clock.at_graphs and not is_dry:
             hook_backward(result, session.clock.note_backward)
@@ -521,7 +525,7 @@ class DynamoGraph:
             seen = {i: Seen(args[i], place) for i, place in zip(self._positions, places, strict=True)}
             holders = [module for place in places if place is not None and (module := place.module()) is not None]
             modules = dict.fromkeys((*holders, *(module for _, module in held or ())))
-            instance = Instance(bound, graph.trains, key, seen, tuple(modules))
+            instance = Instance(bound, graph.trains or graph.in_training, key, seen, tuple(modules))
             session.instances.setdefault(graph, {})[key] = instance
             session.every_graph.setdefault(graph, {})[placement] = None
             session.forget_replaced(graph)

@@ -68,12 +68,18 @@ class CompiledGraph:
     trace_again: Callable[[], bool] | None = None  # Takes the snapshots of a graph from a cache; False if it no longer can.
     forward: Snapshot | None = None
     backward: Snapshot | None = None
+    in_training: bool = False  # True if it was compiled for calls with gradients of a model that has something to train.
     trains: bool = False  # True if the graph has a backward.
     function: Callable[..., Any] = lambda *args: None  # The compiled code of usual calls.
     variants: dict[tuple[frozenset[str], bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
     """(variants, whether code was generated) -> the compiled code of such calls."""
     num_calls: Counter[frozenset[str]] = dataclasses.field(default_factory=Counter)
     """Variants -> the number of their calls, for any key with these rules."""
+
+    @property
+    def is_frozen_part(self) -> bool:
+        """True for a part of a model that trains, such as a frozen block behind a graph break, that has no backward."""
+        return self.in_training and not self.trains
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:

@@ -128,7 +128,7 @@ def _quantize(
     """Data of the copies of each weight, their scales, and with a state its scale and its amax."""
     casts = [_cast(kind, x, "weight") for x in weights]
     tensors = [cast.tensor for cast in casts]
-    emitter: Any = Emitter(scheme_of(kind.quantization), tensors, trains=True, is_first=kind.is_first)
+    emitter: Any = Emitter(scheme_of(kind.quantization), tensors, records=True, is_first=kind.is_first)
     emitter.loaded = loaded
     if others is not None:
         emitter.share(_EAGER, tensors, [*weights, *others])

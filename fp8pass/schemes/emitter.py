@@ -82,11 +82,11 @@ class Emitter:
         tensors: Sequence[QuantizedTensor] = (),
         state: StateNodes | None = None,
         *,
-        trains: bool = False,
+        records: bool = False,
         is_first: bool = False,
     ):
         """tensors: those whose scales come from the recipe's state, in the order of their slots. state: None for recipes that
-        keep none. trains: the graph has a backward; inference records nothing. is_first: it is for calls that meet empty
+        keep none. records: whether calls record amaxes, as in training. is_first: it is for calls that meet empty
         histories, whose tensors arrive with the scale 0 and take it from their own amax."""
         tensors = tuple(tensors) if scheme.keeps_state else ()
         self.scheme, self.tensors, self.state, self._is_first = scheme, tensors, state, is_first
@@ -94,7 +94,7 @@ class Emitter:
         self._num_entries = ends[-1] if ends else 0
         self._slot = {tensor: end - tensor.entries for tensor, end in zip(tensors, ends, strict=True)}
         """First entry of each tensor."""
-        self.records = trains and scheme.keeps_state  # The first cast of every tensor records its amax.
+        self.records = records and scheme.keeps_state  # The first cast of every tensor records its amax.
         self.loaded: Pair | None = None  # The scales in the state, and their reciprocals.
         self.scales: dict[QuantizedTensor, Pair] = {}
         self.amaxes: list[tuple[Cast, fx.Node]] = []  # Recorded amaxes of the casts so far.

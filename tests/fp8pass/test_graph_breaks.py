@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.func import functional_call
 
-from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass import DelayedScaling, fp8_compile, inspect, monitor, state
 from fp8pass.errors import RuleError
 from tests.support.models import BrokenBlock, BrokenLayers, Net, ResidualMlp, Stack, mlp
 from tests.support.numerics import sqnr
-from tests.support.training import fp8, train
+from tests.support.training import fp8, same, train
 from tests.tolerances import SQNR_MODEL_OUTPUT
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -318,3 +318,41 @@ def test_reading_frames_keeps_no_tensor_of_the_training_loop(model):
         seen += [weakref.ref(x), weakref.ref(loss)]
         del x, loss
         assert [reference() for reference in seen] == [None] * len(seen)
+
+
+def in_one(m, x):
+    return m.two(m.one(x))
+
+
+def in_two(m, x):
+    h = m.one(x)
+    torch._dynamo.graph_break()
+    return m.two(h)
+
+
+@pytest.mark.parametrize(("scale", "frozen_from"), [("one", 0), ("current", 2)], ids=["from the start", "later"])
+def test_a_frozen_layer_with_a_graph_of_its_own_goes_on_recording_and_is_measured(scale, frozen_from):
+    """Its graph has no backward, and belongs to a model that trains: as one graph the model records the same."""
+    found = []
+    for form in (in_one, in_two):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net(form, one=ResidualMlp(32), two=ResidualMlp(32))
+        compiled = fp8(model, DelayedScaling(amax_history_len=4, initial_scale=scale))
+        watching = monitor(compiled, 1)
+        for i in range(5):
+            if i == frozen_from:
+                model.one.requires_grad_(False)
+            compiled(torch.full((16, 32), 1.0 + 15 * (i > 2))).sum().backward()
+        state(compiled).step()
+        names = [name for name in state(compiled).tensors if name.startswith("one.") and "grad" not in name]
+        found.append({name: state(compiled).amax_history(name).tolist() for name in names})
+        measured = {t.name for t in watching.latest.tensors}
+        assert {name for name in names if "grad" not in name} <= measured
+        before = state(compiled).state_dict()
+        model.requires_grad_(False)
+        with torch.no_grad():
+            compiled(torch.full((16, 32), 99.0))
+        assert same(before, state(compiled).state_dict()), "an evaluation records nothing"
+    assert found[0] == found[1]
+    assert found[0]

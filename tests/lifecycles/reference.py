@@ -288,7 +288,8 @@ class Reference:
             self.went_backward = False
         self.follow()
         self._depth.value = depth + 1
-        segment = Segment(self.state)
+        parameters = self.model.parameters() if isinstance(self.model, nn.Module) else ()
+        segment = Segment(self.state, any(p.requires_grad for p in parameters))
         try:
             with _Calls(self, segment), _breaks(segment):
                 return self.call(*args, **kwargs)
@@ -343,27 +344,32 @@ class Reference:
 
 
 class Segment:
-    """The linears between two graph breaks: they record if one of them has a gradient, for then the graph trains."""
+    """The linears between two graph breaks: they record if one of them has a gradient, for then the graph trains. Where none
+    has one in a model that trains, a frozen part, those record that have a scale from before."""
 
-    def __init__(self, state: State):
-        self.state = state
+    def __init__(self, state: State, of_trained: bool):
+        self.state, self.of_trained = state, of_trained
         self.seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
-        self.trains = False
+        self.trains = self.is_frozen_part = False
 
     def note(self, key: str, of_weight: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, high: Any) -> None:
         """A linear ran. of_weight: the key of its weight. high: its roles in high precision."""
         if "output" not in high:
             self.seen.append((key, of_weight, x.detach(), weight.detach().clone()))
         self.trains |= out.requires_grad
+        self.is_frozen_part |= self.of_trained and torch.is_grad_enabled()
 
     def end(self) -> None:
         """At a graph break and at the end of the call."""
-        if self.trains:
+        seen = self.seen if self.trains else []
+        if self.is_frozen_part and not self.trains:
+            seen = [each for each in self.seen if len(self.state.scales_for(*each[:2])) > 1]
+        for key, of_weight, x, weight in seen:
             self.state.is_pending = True
-            for key, of_weight, x, weight in self.seen:
-                self.state.record(key, "input", x)
-                self.state.record(of_weight, "weight", weight)
-        self.seen, self.trains = [], False
+            self.state.record(key, "input", x)
+            self.state.record(of_weight, "weight", weight)
+        self.state.is_pending |= self.trains
+        self.seen, self.trains, self.is_frozen_part = [], False, False
 
 
 class _Calls(TorchFunctionMode):
