@@ -71,7 +71,7 @@ def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
     [
         ("ddp", 2, "single", 1),
         ("fsdp", 2, "fsdp", 4),
-        *rest([("tp", 2, "single", 1), ("sp", 2, "single", 1), ("fsdp", 2, "fsdp", 1), ("fsdp+tp", 4, "fsdp", 2)]),
+        *rest([("sp", 2, "single", 1), ("fsdp+tp", 4, "fsdp", 2)]),
     ],
 )
 def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after, num_ranks_after):

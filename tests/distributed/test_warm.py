@@ -33,25 +33,16 @@ def ddp_of_one_bucket(model, mesh):
     return fp8_compile(DistributedDataParallel(model), "delayed"), model
 
 
-def ddp_uncut(model, mesh):
-    torch._dynamo.config.optimize_ddp = False
-    return ddp(model, mesh)
-
-
 def group(model, mesh):
     return fp8_compile(model, "delayed", amax_reduction_group=dist.group.WORLD), model
 
 
-def fsdp(model, mesh, **options):
+def fsdp(model, mesh):
     """In place, so that eager code runs between the blocks."""
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    return fp8_compile(model, "current", in_place=True, **options), model
-
-
-def fsdp_fp8(model, mesh):
-    return fsdp(model, mesh, fsdp_gather="fp8")
+    return fp8_compile(model, "current", in_place=True, fsdp_gather="fp8"), model
 
 
 def tensor_parallel(model, mesh):
@@ -67,10 +58,8 @@ def simple_fsdp(model, mesh):
 WAYS = {
     "ddp with several buckets": (ddp, DDP),
     "ddp of one bucket": (ddp_of_one_bucket, "hit"),
-    "ddp with several buckets and one graph": (ddp_uncut, "hit"),
     "amax_reduction_group": (group, "hit"),
-    "FSDP2": (fsdp, "hit"),
-    "FSDP2 with gathers in FP8": (fsdp_fp8, "hit"),
+    "FSDP2 with gathers in FP8": (fsdp, "hit"),
     "tensor parallelism": (tensor_parallel, "hit"),
     "SimpleFSDP": (simple_fsdp, "hit"),
 }

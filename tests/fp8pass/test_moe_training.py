@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import CheckpointMismatchError
-from tests.support.moe import RECIPES, Experts, MoE, offsets
+from tests.support.moe import Experts, MoE, offsets
 from tests.support.training import same
 
 
@@ -118,6 +118,6 @@ def final_loss(recipe):
     return torch.stack(losses[-30:]).mean().item()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_loss_of_300_steps_is_that_of_float32(recipe):
     assert abs(final_loss(recipe) / final_loss(None) - 1) < 0.005

@@ -6,7 +6,6 @@ Oracle: a twin with weight_copies="save", which casts every weight in every call
 
 import copy
 import gc
-import itertools
 import weakref
 
 import pytest
@@ -130,12 +129,12 @@ WRITES = {
 
 def by_turns(turn, frozen=(False, True)):
     """In the fast suite each recipe has a sixth of the programs, one after another: of two tests with different turns, each has
-    others and the other half of `frozen`. Each program alone has two recipes, with and without weights that train."""
+    others and the other half of `frozen`. Exhaustively each program has a run of its own, with another recipe."""
     num, fast, alone = len(RECIPES), [], []
     for i, recipe in enumerate(RECIPES):
         fast.append((list(WRITES)[(i + turn) % num :: num], recipe, frozen[(i + turn) % len(frozen)]))
     for i, write in enumerate(WRITES):
-        alone += itertools.product([[write]], [RECIPES[(i + shift) % num] for shift in (turn, 3 - turn)], frozen)
+        alone.append(([write], RECIPES[(i + 3 - turn) % num], frozen[i % len(frozen)]))
     return pytest.mark.parametrize(("writes", "recipe", "frozen"), [*fast, *rest(alone)], ids=str)
 
 
