@@ -330,15 +330,17 @@ def in_two(m, x):
     return m.two(h)
 
 
-@pytest.mark.parametrize(("scale", "frozen_from"), [("one", 0), ("current", 2)], ids=["from the start", "later"])
-def test_a_frozen_layer_with_a_graph_of_its_own_goes_on_recording_and_is_measured(scale, frozen_from):
+@pytest.mark.parametrize(
+    ("scale", "frozen_from", "copies"), [("one", 0, "auto"), ("current", 2, "auto"), ("current", 2, "cache")]
+)
+def test_a_frozen_layer_with_a_graph_of_its_own_goes_on_recording_and_is_measured(scale, frozen_from, copies):
     """Its graph has no backward, and belongs to a model that trains: as one graph the model records the same."""
     found = []
     for form in (in_one, in_two):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Net(form, one=ResidualMlp(32), two=ResidualMlp(32))
-        compiled = fp8(model, DelayedScaling(amax_history_len=4, initial_scale=scale))
+        compiled = fp8(model, DelayedScaling(amax_history_len=4, initial_scale=scale), weight_copies=copies)
         watching = monitor(compiled, 1)
         for i in range(5):
             if i == frozen_from:
@@ -346,13 +348,12 @@ def test_a_frozen_layer_with_a_graph_of_its_own_goes_on_recording_and_is_measure
             compiled(torch.full((16, 32), 1.0 + 15 * (i > 2))).sum().backward()
         state(compiled).step()
         names = [name for name in state(compiled).tensors if name.startswith("one.") and "grad" not in name]
-        found.append({name: state(compiled).amax_history(name).tolist() for name in names})
-        measured = {t.name for t in watching.latest.tensors}
-        assert {name for name in names if "grad" not in name} <= measured
+        histories = {name: state(compiled).amax_history(name).tolist() for name in names}
+        found.append((histories, sorted({t.name for t in watching.latest.tensors} & histories.keys())))
         before = state(compiled).state_dict()
         model.requires_grad_(False)
         with torch.no_grad():
             compiled(torch.full((16, 32), 99.0))
         assert same(before, state(compiled).state_dict()), "an evaluation records nothing"
     assert found[0] == found[1]
-    assert found[0]
+    assert found[0][1] == sorted(n for n in found[0][0] if copies == "auto" or "weight" not in n)  # that are cast in the graph
