@@ -3,7 +3,6 @@ once."""
 
 import functools
 import importlib.util
-import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -63,7 +62,7 @@ def reports_of(recipe: str | None, rows: int = TOKENS) -> list[Report]:
     return [generated for generated, _ in graphs_of(recipe, rows)]
 
 
-@pytest.mark.parametrize(("recipe", "rows"), [("delayed", 4096), ("delayed", 32768), ("current", 4096), ("blockwise", 32768)])
+@pytest.mark.parametrize(("recipe", "rows"), [("delayed", 4096), ("blockwise", 32768)])
 def test_kernels_where_weights_are_cast_twice(recipe, rows):
     """With 4096 rows and more copies of weights are recomputed in backward: a launch per layer and side makes them."""
     reports = reports_of(recipe, rows)
@@ -100,7 +99,7 @@ def test_high_precision_is_written_only_where_something_else_needs_it():
 
 @pytest.mark.parametrize(
     ("recipe", "gpu"),
-    [*itertools.product(("delayed", "current"), ("RTX 4090", "RTX 5090")), ("blockwise", "RTX 4090"), ("rowwise", "RTX 5090")],
+    [("current", "RTX 4090"), ("delayed", "RTX 5090"), ("blockwise", "RTX 4090")],
 )
 def test_other_gpus_move_and_launch_what_an_h200_does(recipe, gpu):
     graphs = graphs_of(recipe, gpu=gpu)

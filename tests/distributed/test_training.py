@@ -52,11 +52,8 @@ def largest_difference(losses, others) -> float:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "recipe"),
     [
-        ("ddp", 2, "delayed"),
         ("ddp without splitting", 2, "current"),
-        ("fsdp", 2, "delayed"),
         ("fsdp per block", 2, "blockwise"),
-        ("tp", 2, "delayed"),
         ("sp", 2, "delayed"),
         ("fsdp+tp", 4, "current"),
         ("fsdp+sp per block", 4, "delayed"),

@@ -188,9 +188,7 @@ def test_the_backward_of_a_hit_refuses_batches_of_gradients():
 @each(
     "spoil",
     [
-        lambda content: b"",
         lambda content: content[: len(content) // 2],
-        lambda content: content.replace(b"fp8pass.runtime.cache", b"fp8pass.runtime.cachE"),
         lambda content: content.replace(b"fp8pass.rewrite.runner", b"fp8pass.rewrite.runneR"),
     ],
 )
@@ -282,7 +280,7 @@ class Regions(Stack):
 
 
 def layers(kind=Stack, **options):
-    return lambda: kind((ResidualMlp() for _ in range(3)), **options)
+    return lambda: kind((ResidualMlp() for _ in range(2)), **options)
 
 
 def one_by_one(model):
@@ -304,7 +302,7 @@ SETUPS = {
     "blocks by name": {"make": layers(), "compile_model": by_name},
     "regions": {"make": layers(Regions), **DELAYED},
     "checkpointing": {"make": layers(use_reentrant=False), **DELAYED},
-    "graph breaks": {"make": lambda: BrokenLayers(3), **DELAYED},
+    "graph breaks": {"make": lambda: BrokenLayers(2), **DELAYED},
     "dynamic shapes": {"dynamic": True, "grows": 1, **DELAYED},
     "CUDA graphs": {"mode": "reduce-overhead", **DELAYED},
     "frozen weights": {"make": half_frozen},
