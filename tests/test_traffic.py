@@ -99,7 +99,7 @@ def test_high_precision_is_written_only_where_something_else_needs_it():
 
 @pytest.mark.parametrize(
     ("recipe", "gpu"),
-    [("current", "RTX 4090"), ("delayed", "RTX 5090"), ("blockwise", "RTX 4090")],
+    [("current", "RTX 4090"), ("delayed", "RTX 5090"), ("blockwise", "RTX 4090"), ("rowwise", "RTX 5090")],
 )
 def test_other_gpus_move_and_launch_what_an_h200_does(recipe, gpu):
     graphs = graphs_of(recipe, gpu=gpu)
