@@ -71,13 +71,12 @@ def test_the_vocabulary_grows_between_two_stages(tmp_path):
     assert model.lm_head.weight.shape[0] == VOCABULARY + 32
 
 
-@pytest.mark.parametrize("kind", ["IA3", "prompts", "prefixes"])
+@pytest.mark.parametrize("kind", ["IA3", "prefixes"])
 def test_peft(tmp_path, kind):
     peft = pytest.importorskip("peft")
     config = {
         "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"],
                                       feedforward_modules=["down_proj"]),
-        "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "prefixes": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     }[kind]  # fmt: skip
     change = lambda model: None  # noqa: E731 (a second stage)

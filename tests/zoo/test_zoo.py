@@ -141,7 +141,7 @@ def test_model(name, recipe):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "recipe"), [(name, None if i % 2 else recipe) for i, (name, recipe) in enumerate(ZOO[::2])])
+@pytest.mark.parametrize(("name", "recipe"), [(name, None if i % 2 else recipe) for i, (name, recipe) in enumerate(ZOO[::3])])
 @pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")  # of recipe=None
 def test_saved_activations(name, recipe):
     """Nothing is refused, outputs have the same bits, and gradients are those of FP8."""
