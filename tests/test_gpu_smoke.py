@@ -249,8 +249,8 @@ def require_whole(rows, names):
 @without_a_gpu
 @pytest.mark.parametrize("name", [name for name in groups() if name not in ("recipe current", "recipe rowwise")])
 def test_every_case_of_a_group(name, tmp_path):
-    """As its process runs them, in this one: half of what a group takes in one of its own are imports. The cases of two recipes,
-    which `delayed` and `rowwise_with_gw_hp` have as well, are left to GPUs."""
+    """As its process runs them, in this one: half of what a group takes in one of its own are imports. Two recipes, whose cases
+    `delayed` and `rowwise_with_gw_hp` have as well, are left to GPUs."""
     path = tmp_path / "group.jsonl"
     assert worker.work(name, CPU, 0, path) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
