@@ -326,7 +326,7 @@ class DynamoGraph:
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_due_step()
             session.clock.trained |= may_train
-        is_frozen_part = self._first.is_frozen_part and torch.is_grad_enabled()
+        is_frozen_part = not trains and _is_frozen_part(session, self._first)
         graph = self._graph(session, args, (trains or is_frozen_part) and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
@@ -406,7 +406,7 @@ class DynamoGraph:
     ) -> Any:
         """A call that is no recomputation. trains: whether gradients are wanted. is_dry: whether it is part of a dry pass."""
         variants = instance.variants() if instance.is_read else USUAL
-        may_record = instance.records and (trains or (torch.is_grad_enabled() and graph.is_frozen_part and variants == USUAL))
+        may_record = instance.records and (trains or (variants == USUAL and _is_frozen_part(session, graph)))
         records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         if may_be_checkpointed(self._other_args(args)):
             run = FirstRun(instance.remembered(variants), records == "all", variants, graph.key, trains, is_dry)
@@ -551,6 +551,12 @@ def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
     own = fake_mode.from_tensor(x, static_shapes=True)
     own.item_memo = x.item_memo
     return own
+
+
+def _is_frozen_part(session: Session, graph: CompiledGraph) -> bool:
+    """True if a call that wants no gradients is of a part of a model that trains, such as a frozen block behind a break."""
+    root = session.root() if graph.in_training and torch.is_grad_enabled() else None
+    return root is not None and any(p.requires_grad for p in root.parameters())
 
 
 def _call_unread(graph: CompiledGraph, args: tuple[Any, ...]) -> Any:

@@ -77,11 +77,6 @@ class CompiledGraph:
     """Variants -> the number of their calls, for any key with these rules."""
 
     @property
-    def is_frozen_part(self) -> bool:
-        """True for a part of a model that trains, such as a frozen block behind a graph break, that has no backward."""
-        return self.in_training and not self.trains
-
-    @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
         """The extra inputs of all providers, in the order of the graph's inputs."""
         return tuple(given for inputs in self.extra for given in inputs)
