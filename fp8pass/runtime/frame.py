@@ -212,9 +212,7 @@ class DynamoGraph:
         extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
         start, about = len(self._traced), (self.device, self.placement, self._surroundings)
         graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
-        root = session.root()
-        is_trained = root is not None and any(p.requires_grad for p in root.parameters())
-        graph.in_training = torch.is_grad_enabled() and is_trained
+        graph.in_training = _is_in_training(session)
         graph.frame = weakref.ref(self)
         graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), modes_now())
         return graph
@@ -326,7 +324,8 @@ class DynamoGraph:
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_due_step()
             session.clock.trained |= may_train
-        is_frozen_part = not trains and _is_frozen_part(session, self._first)
+        # Such as a frozen block behind a graph break: it wants no gradients, and goes on recording.
+        is_frozen_part = not trains and self._first.in_training and _is_in_training(session)
         graph = self._graph(session, args, (trains or is_frozen_part) and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
@@ -334,8 +333,10 @@ class DynamoGraph:
         if instance is None:
             graph, instance = self._bind_to(session, graph, args)
         session.eager.note(instance.number)
-        run = self._recompute if in_backward() else self._run
-        result = run(session, graph, instance, args, trains, dry)
+        if in_backward():
+            result = self._recompute(session, graph, instance, args, trains, dry)
+        else:
+            result = self._run(session, graph, instance, args, trains, is_frozen_part, dry)
         if dry:
             return result
         if graph.trains and session.seen.awaits_backward:
@@ -402,11 +403,19 @@ class DynamoGraph:
         return first.key if first.trained else GraphKey(first.key.rules, now.watch)  # reentrant: this is the run that trains
 
     def _run(
-        self, session: Session, graph: CompiledGraph, instance: Instance, args: tuple[Any, ...], trains: bool, is_dry: bool
+        self,
+        session: Session,
+        graph: CompiledGraph,
+        instance: Instance,
+        args: tuple[Any, ...],
+        trains: bool,
+        is_frozen_part: bool,
+        is_dry: bool,
     ) -> Any:
-        """A call that is no recomputation. trains: whether gradients are wanted. is_dry: whether it is part of a dry pass."""
+        """A call that is no recomputation. trains: whether gradients are wanted. is_frozen_part: whether they are not, in a
+        model that trains. is_dry: whether it is part of a dry pass."""
         variants = instance.variants() if instance.is_read else USUAL
-        may_record = instance.records and (trains or (variants == USUAL and _is_frozen_part(session, graph)))
+        may_record = instance.records and (trains or (variants == USUAL and is_frozen_part))
         records: Records = "nothing" if is_dry else "all" if may_record else "backward"
         if may_be_checkpointed(self._other_args(args)):
             run = FirstRun(instance.remembered(variants), records == "all", variants, graph.key, trains, is_dry)
@@ -553,9 +562,9 @@ def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
     return own
 
 
-def _is_frozen_part(session: Session, graph: CompiledGraph) -> bool:
-    """True if a call that wants no gradients is of a part of a model that trains, such as a frozen block behind a break."""
-    root = session.root() if graph.in_training and torch.is_grad_enabled() else None
+def _is_in_training(session: Session) -> bool:
+    """True if gradients are enabled, and the compiled model has a Parameter that trains."""
+    root = session.root() if torch.is_grad_enabled() else None
     return root is not None and any(p.requires_grad for p in root.parameters())
 
 
