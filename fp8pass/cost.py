@@ -7,9 +7,9 @@ that casts reach, and a latency per kernel. GEMM and casts run one after another
 GPU: launches are taken to be hidden, as under CUDA graphs or with enough work queued.
 
 Sources of the formulas: the roofline model (Williams et al., 2009), and wave quantization as NVIDIA's "Matrix Multiplication
-Background" describes it. `python -m benchmarks.cost_model` compares the model with published measurements. The comment of a
-number of a device says how far it can be trusted: published (a vendor's data sheet), measured (by whom, and how), or estimate
-(from what). Hopper's and Ada's rates are those of large GEMMs at the power that the product has, not peaks.
+Background" describes it. The comment of a number of a device says how far it can be trusted: published (a vendor's data
+sheet), measured (by whom, and how), or estimate (from what). Hopper's and Ada's rates are those of large GEMMs at the power
+that the product has, not peaks.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ H200 = Device(
     row_wise_flops=0.9 * 1453.4e12,  # estimate: the H100's ratio
     blockwise_flops=1234e12,  # estimate: as on the H100
     mx_flops=None,
-    triton_flops=0.36 * 1979e12,  # estimate: benchmarks.kernel_cost, of the peak in NVIDIA's data sheet
+    triton_flops=0.36 * 1979e12,  # estimate: instructions of the cubin, of the peak in NVIDIA's data sheet
     memory_bandwidth=4.3e12,  # estimate: 0.9 of the published 4.8 TB/s; kernels on Hopper reach 0.82 to 0.92 of theirs
-    transpose_bandwidth=0.85 * 4.3e12,  # estimate: benchmarks.kernel_cost, casts to both copies at 0.82 to 0.92 of a copy
+    transpose_bandwidth=0.85 * 4.3e12,  # estimate: casts to both copies at 0.82 to 0.92 of a copy
 )
 B200 = Device(
     name="NVIDIA B200",  # SXM

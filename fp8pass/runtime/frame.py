@@ -212,7 +212,7 @@ class DynamoGraph:
         extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
         start, about = len(self._traced), (self.device, self.placement, self._surroundings)
         graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
-        graph.in_training = _is_in_training(session)
+        graph.in_training = session.is_in_training()
         graph.frame = weakref.ref(self)
         graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), modes_now())
         return graph
@@ -325,7 +325,7 @@ class DynamoGraph:
                 session.end_due_step()
             session.clock.trained |= may_train
         # Such as a frozen block behind a graph break: it wants no gradients, and goes on recording.
-        is_frozen_part = not trains and self._first.in_training and _is_in_training(session)
+        is_frozen_part = not trains and self._first.in_training and session.is_in_training()
         graph = self._graph(session, args, (trains or is_frozen_part) and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
@@ -560,12 +560,6 @@ def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
     own = fake_mode.from_tensor(x, static_shapes=True)
     own.item_memo = x.item_memo
     return own
-
-
-def _is_in_training(session: Session) -> bool:
-    """True if gradients are enabled, and the compiled model has a Parameter that trains."""
-    root = session.root() if torch.is_grad_enabled() else None
-    return root is not None and any(p.requires_grad for p in root.parameters())
 
 
 def _call_unread(graph: CompiledGraph, args: tuple[Any, ...]) -> Any:

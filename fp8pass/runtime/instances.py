@@ -209,6 +209,7 @@ class Search:
         self.paths: dict[int, list[str]] = {}  # Of its modules, by their identities.
         self.wrapped: frozenset[str] = frozenset()
         self.is_new = True  # `ModuleNames.has_news`
+        self.trains: bool | None = None  # `Session.is_in_training`, once it was asked.
         self._root: nn.Module | None = None
 
     def run(self, root: nn.Module) -> None:

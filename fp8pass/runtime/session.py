@@ -286,6 +286,16 @@ class Session:
         _running.session = self
         return outer
 
+    def is_in_training(self) -> bool:
+        """True if gradients are enabled, and the compiled model has a Parameter that trains: searched once in a call."""
+        root = self.root() if torch.is_grad_enabled() else None
+        if root is None:
+            return False
+        search = self.names.search or Search()  # which another thread may end
+        if search.trains is None:
+            search.trains = any(p.requires_grad for p in root.parameters())
+        return search.trains
+
     def before_training(self) -> None:
         """Check, before a forward with gradients, that ranks can train together. Raises RankMismatchError, UnsupportedError."""
         self.ranks.before_training()

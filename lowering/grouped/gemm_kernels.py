@@ -264,8 +264,8 @@ def prepare(given: GroupedGemm) -> Compute:
     num_groups, k, n = given.num_groups, a.shape[-1], b.shape[-1]
     has_rows, kinds, shape, out_dtype = given.has_rows, given.granularities, given.shape, given.out_dtype
     rows = a.shape[0] // num_groups if has_rows else a.shape[-2]
-    # A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
-    # (`python -m benchmarks.kernel_cost --what gemms`). Its registers hold one sum: the tensor cores add over all of k.
+    # A wide tile reads 0.75 times as many bytes per product, and by estimate the L2 cache limits these GEMMs. Its registers
+    # hold one sum: the tensor cores add over all of k.
     is_wide = given.fast_accum and kinds[0].block is None and n >= 2 * BLOCK
     adds_to_lines = Granularity.ROW_WISE in kinds and has_bias
     tile = limits.tile_of_gemm(rows, limits.of_device(a.device), is_wide, adds_to_lines)
