@@ -1,6 +1,6 @@
 # Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
 #
-#   make demo | test | test-all | quick | lint | docs | bench | gpu | kernel-cost | clean
+#   make demo | test | test-all | quick | lint | docs | gpu | clean
 #
 # PYTHON=python3.12      the interpreter that the environment is made from
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
@@ -35,7 +35,7 @@ CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head 
 BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all quick lint docs bench gpu kernel-cost clean
+.PHONY: demo test test-all quick lint docs gpu clean
 
 demo: $(DEMO_READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
@@ -60,22 +60,11 @@ lint: $(READY)
 
 docs: $(READY)
 	$(RUN) -m sphinx --fail-on-warning --keep-going -q -d $(OUT)/docs-cache docs $(OUT)/docs
-	$(RUN) -m tests.support.links $(OUT)/docs
-
-bench: $(READY)
-	$(RUN) -m benchmarks
 
 # On a machine with a GPU: what works, the tests that need one, the benchmarks, in parts that end after nine minutes, with the torch
 # that $(PYTHON) has, for CUDA. DRY=1 needs neither. Without make: python3 -m benchmarks.gpu.
 gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))
-
-# Estimates from cubins, without a GPU, and the bounds on them; what kernels take beside what each GPU has (of Triton 3.6, too, with
-# TORCH=torch==2.11.0 VENV=.venv211).
-kernel-cost: $(READY)
-	$(RUN) -m benchmarks.kernel_cost
-	$(RUN) -m benchmarks.kernel_limits
-	$(RUN) -m pytest tests/lowering/test_kernel_cost.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

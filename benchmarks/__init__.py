@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.NAME [--quick]` each, `python -m benchmarks` for all that the machine can run."""
+"""Benchmarks: `python -m benchmarks.NAME [--quick]` each; `python3 -m benchmarks.gpu` for a machine with a GPU."""

@@ -1,14 +1,12 @@
-"""Every configuration of every hand-written kernel that lowering launches, for each kind of GPU: the one catalogue.
+"""Configurations of every hand-written kernel that lowering launches: those that the samples of part 0 launch, those of GEMMs
+for each kind of GPU, and what operations launch besides.
 
 A configuration is what makes Triton compile other code by intent: types of pointers, constants (flags, formats, tiles), launch
-options. Launches of operations are enumerated from their signatures: all combinations of their flags, formats and input dtypes,
-of one matrix, several, and a batch, row-major, column-major and ragged. Of each configuration the two variants stay that Triton
-knows most and least of: what is a multiple of 16, and what is 1. A new kernel that is not here fails
-tests/lowering/test_limits.py.
+options. Of each configuration the two variants stay that Triton knows most and least of: what is a multiple of 16, and what is
+1. A new kernel that is not here fails tests/lowering/test_limits.py.
 """
 
 import importlib
-import inspect
 import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +16,7 @@ from unittest import mock
 import torch
 
 import lowering
+from benchmarks.part0.samples import samples
 from benchmarks.variants import Launch, Variant, recorded, variant_of
 from lowering import hardware
 from lowering.blockwise.reference import gemm_ready_scale_shape
@@ -28,9 +27,7 @@ from lowering.products import Product
 from lowering.scaling import scale_shape
 from lowering.triton.ahead import Kernel
 
-FP8 = (E4M3, E5M2)
-INPUTS = (torch.bfloat16, torch.float16, torch.float32)
-TENSOR, LINE, MX, ONE, TWO = Granularity
+TENSOR, LINE, _, ONE, TWO = Granularity
 
 #: Kinds of scales that meet in a GEMM of groups: rows by experts, groups of columns, matrices of batches.
 ROWS_BY_EXPERTS = [(TENSOR, TENSOR), (LINE, LINE), (LINE, TENSOR), (TENSOR, LINE), (ONE, ONE), (ONE, TWO)]
@@ -56,156 +53,31 @@ class Call(NamedTuple):
             return recorded(self.function, *self.arguments, **self.options)
 
 
-def call(name: str, *arguments: Any, **options: Any) -> Call:
-    """Of an operation's kernels."""
-    return Call(NAMESPACE.operations[name].implementations()[-2], arguments, options)  # the last is the reference
-
-
 # -- what casts, measures and moves
 
 
-#: Operations whose calls are enumerated. `amax_rowwise` and `cast_lines_rowwise` launch the passes of `cast_with_scales`.
-ENUMERATED = (
-    "amaxes", "multi_scales", "quantize", "cast", "transposed_copy", "cast_with_scales", "cast_columns",
-    "quantization_statistics",
-)  # fmt: skip
-
-#: Values of parameters, by their names; a bool has both.
-_VALUES: dict[str, tuple[Any, ...]] = {"dtype": FP8, "align": (16, 128)}
-#: Every so-many-th call has another one with an epsilon. Kernels ask whether it is 0.
-_WITH_EPSILON = 5
-_GRANULARITIES = {
-    "cast_with_scales": (LINE, MX, ONE, TWO),
-    "cast_columns": (LINE, ONE),
-    "quantization_statistics": (TENSOR, LINE, MX, ONE, TWO),
-}
-_PADS = ("pad_rows", "pad_cols", "pad_outer")
-
-
 def enumerated() -> Iterator[tuple[str, Call]]:
-    """Calls of the operations above, in words. Copies of ragged matrices are padded."""
-    count = itertools.count()
-    for name in ENUMERATED:
-        operation = NAMESPACE.operations[name]
-        parameters = inspect.signature(operation.reference).parameters
-        for words, tensors in _operands(name, list(parameters)):
-            names = [each for each in parameters if each not in tensors]
-            for values in itertools.product(*(_values(name, parameters[each]) for each in names)):
-                given = tensors | dict(zip(names, values, strict=True))
-                given |= dict.fromkeys(set(_PADS) & set(names), "511" in words)
-                if _is_refused(operation, given):
-                    continue
-                what = " ".join([name, words, *(f"{key}={given[key]}" for key in names if given[key] not in (None, False, 0))])
-                arguments = [given.pop(each.name) for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
-                yield what, call(name, *arguments, **given)
-                if "epsilon" in names and next(count) % _WITH_EPSILON == 0:
-                    yield f"{what} with epsilon", call(name, *arguments, **given | {"epsilon": 1e-3})
-
-
-def _values(name: str, parameter: inspect.Parameter) -> tuple[Any, ...]:
-    if parameter.name == "granularity":
-        return tuple(kind.value for kind in _GRANULARITIES[name])
-    is_flag = "bool" in str(parameter.annotation) and parameter.name not in _PADS
-    return (False, True) if is_flag else _VALUES.get(parameter.name, (parameter.default,))
-
-
-def _is_refused(operation: Any, given: dict[str, Any]) -> bool:
-    """By the operation's own checks; and what makes no copy."""
-    if given.get("rowwise") is given.get("columnwise") is False:
-        return True
-    try:
-        operation._check((), given)
-    except ValueError:
-        return True
-    return False
-
-
-def batches() -> Iterator[tuple[str, torch.Tensor]]:
-    """Of two matrices each: row-major, column-major, and ragged ones."""
-    for dtype in INPUTS:
-        of = str(dtype).removeprefix("torch.")
-        yield f"{of} 512x256", torch.empty(2, 512, 256, dtype=dtype)
-        yield f"{of} 512x256 column-major", torch.empty(2, 256, 512, dtype=dtype).mT
-        yield f"{of} 511x257 of 511x264", torch.empty(2, 511, 264, dtype=dtype)[..., :257]
-
-
-def _operands(name: str, parameters: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tensors of a call, by their parameters."""
-    for words, x in batches():
-        if "xs" in parameters:
-            for form, xs in {"": [x[0]], " twice": [x[0], x[0]], " batch": [x]}.items():
-                scales = [torch.ones(x.shape[:-2]) for x in xs]
-                yield words + form, {"xs": xs} | ({"scales": scales} if "scales" in parameters else {})
-        elif "offs" in parameters:
-            if name == "transposed_copy":
-                yield words, {"q": x[0].to(E4M3)}
-            if name != "quantization_statistics" or words.endswith("512x256"):  # it has one variant for all sizes
-                yield from _in_groups(name, words, x[0])
-            if name == "quantization_statistics" and words.endswith("512x256"):  # scales of tensors are given, others not
-                for form, each, scale in ((" batch", x, torch.ones(2)), ("", x[0], torch.ones(()))):
-                    yield words + form, {"x": each, "scale": scale, "scale_inv": scale}
-                    yield words + form, {"x": each}
-        else:
-            yield words, {"x": x[0]} | ({"scale": torch.ones(())} if "scale" in parameters else {})
-
-
-def _in_groups(name: str, words: str, x: torch.Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
-    rows = x.shape[0]
-    offs = torch.arange(1, 9, dtype=torch.int32) * (rows // 8)
-    for index in (None, torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)):
-        gathered = "" if index is None else f" gathered by {index.dtype}"
-        given = {"q" if name == "transposed_copy" else "x": x, "offs": offs, "index": index}
-        if name == "transposed_copy":
-            given["q"] = x.to(E4M3)
-        yield f"{words} in groups{gathered}", given
-        if name == "quantization_statistics":
-            yield f"{words} in groups{gathered}", {**given, "scale": torch.ones(()), "scale_inv": torch.ones(())}
+    """The calls of part 0 of every operation with kernels, but GEMMs, in words that begin with its name."""
+    for name, operation in NAMESPACE.operations.items():
+        functions = [] if name.startswith("scaled_") else operation.implementations()
+        for sample in samples(name, torch.device("cpu")) if len(functions) > 1 else ():
+            arguments, options = operation.picked(sample.arguments, sample.options)
+            yield f"{name} {sample.name}", Call(functions[-2], tuple(arguments), options)  # the last is the reference
 
 
 # -- what else operations launch
 
 
-def _state(algo: str, has_counts: bool, of_one: bool = False) -> Call:
-    history, vector = (torch.zeros(1, 1), torch.zeros(1)) if of_one else (torch.zeros(1024, 1000), torch.zeros(1000))
-    counts = torch.zeros(len(vector), dtype=torch.int32) if has_counts else None
-    return call("update_scales", history, vector, vector, num_non_finite=counts, algo=algo)
-
-
-def _of_many_groups() -> Iterator[tuple[str, Call]]:
-    """Where each row of so many groups goes."""
-    for groups in (20, 40, 100, 200, 400, 1000):
-        x, offs = torch.empty(4 * groups, 256, dtype=torch.bfloat16), torch.arange(4, 4 * groups + 4, 4, dtype=torch.int32)
-        for rows in (None, torch.zeros(4 * groups, dtype=torch.int32), torch.zeros(4 * groups, dtype=torch.int64)):
-            yield f"transposed_copy of {groups} groups", call("transposed_copy", x.to(E4M3), offs, rows)
-            yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=LINE.value)
-            yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=ONE.value)
-
-
 def others() -> Iterator[tuple[str, Call]]:
-    """Of scales, of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
+    """Behind GEMMs, and around those of other libraries."""
     from lowering.grouped import column_kernels as rows
     from lowering.grouped import gemm_kernels as gemm
     from lowering.mxfp8 import kernels as mx
 
-    for algo, has_counts, of_one in itertools.product(("max", "most_recent"), (False, True), (False, True)):
-        yield f"update_scales {algo}{' counted' * has_counts}{' of one' * of_one}", _state(algo, has_counts, of_one)
-    vector, slots, scale = torch.ones(64), torch.arange(64), torch.ones(())
-    for options in ({}, {"power_of_2": True}, {"inverse": "multiply"}):
-        yield f"scales_from_amax {options}", call("scales_from_amax", vector, E4M3, **options)
-    for count in (1, 40):
-        yield f"load_scales {count}", call("load_scales", vector, slots, count)
-    for index in ([5, 3], list(range(20))):
-        yield f"record_amax at {index}", call("record_amax", vector, slots, [scale] * len(index), index)
-    for length in (7, 16):
-        parts = [torch.ones(length)] * 2
-        yield f"record_amax in parts of {length}", call("record_amax", vector, slots, parts, [5, 3], in_parts=True)
-    words = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    yield "checksums", call("checksums", [words, torch.empty(1, 1)])
     for square_a, square_b in ((False, True), (True, False), (False, False)):
         of_a, of_b = (torch.ones(4, 4 if square else 512) for square in (square_a, square_b))
         options = {"square_a": square_a, "square_b": square_b}
         yield f"e8m0_scales {options}", Call(mx.e8m0_scales, (of_a, of_b, 512, 512, 512), options)
-    yield from _of_many_groups()
     q, factors, offs = fp8(1000, 256), torch.empty(2, 1000).t(), torch.arange(1, 9, dtype=torch.int32) * 125
     yield "padded_rows", Call(rows.padded_rows, (q, factors, offs), {})
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

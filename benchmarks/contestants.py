@@ -11,9 +11,7 @@ from torch import nn
 
 from benchmarks.common import has_torchao
 from fp8pass import DelayedScaling, fp8_compile
-from fp8pass.options import SavedActivations, WeightCopies
 
-OURS = ("delayed", "current")
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 
 
@@ -30,33 +28,24 @@ def _torchao(model: nn.Module, recipe: str, mode: str | None) -> Any:
 
 
 def contestants(
-    recipes: tuple[str, ...] = OURS,
-    with_peers: bool = True,
-    mode: str | None = None,
-    weight_copies: WeightCopies = "auto",
-    saved_activations: SavedActivations | None = None,
+    recipes: tuple[str, ...], with_peers: bool = True, mode: str | None = None
 ) -> dict[str, Callable[[nn.Module], Any]]:
     """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first. mode: torch.compile's."""
-    ours = {"mode": mode, "weight_copies": weight_copies, "saved_activations": saved_activations}
     found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model), mode=mode)}
     for recipe in recipes:
-        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), **ours)
+        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), mode=mode)
     if with_peers and has_torchao():
         found["torchao tensorwise"] = lambda model: _torchao(model, "tensorwise", mode)
         found["torchao rowwise"] = lambda model: _torchao(model, "rowwise", mode)
     return found
 
 
-class Replayed:
+def replayed(compiled: Any) -> Any:
     """A model compiled with CUDA graphs: each call starts a step, so that its results may be overwritten by the next."""
 
-    def __init__(self, compiled: Any):
-        self.compiled = compiled
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        out: torch.Tensor = self.compiled(x)
-        return out
+        return compiled(x)
 
-    def named_parameters(self) -> Any:
-        return self.compiled.named_parameters()
+    call.named_parameters = compiled.named_parameters  # type: ignore[attr-defined]
+    return call

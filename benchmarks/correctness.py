@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from benchmarks.contestants import Replayed
 from benchmarks.isolation import Bench
 from fp8pass import inspect
-from fp8pass.recipes import PRESETS
 
 #: Largest relative error, in the Frobenius norm, of a GEMM with a bfloat16 result, without and with fast accumulation
 #: (tests/tolerances.py).
 GEMM_ERROR, FAST_ERROR = 1e-2, 2e-2
+#: dB. Noise of a block of seven GEMMs, the gradients' operands in E5M2 (tests/tolerances.py).
+BLOCK_DB = {"output_db": 18.0, "gradient_db": 12.0}
 #: Share of the largest gradient's norm up to which a gradient's error is compared with that share.
 _NEGLIGIBLE = 1e-3
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The results of one forward and backward."""
 
     output: torch.Tensor
@@ -72,79 +69,29 @@ def require_step(
     bench.require(
         expected.gradients.keys() == found.gradients.keys(), f"{what}: gradients of {len(expected.gradients)} tensors"
     )
-    norms = {name: float(gradient.double().norm()) for name, gradient in expected.gradients.items()}
-    least = _NEGLIGIBLE * max(norms.values())
-    errors = {
-        name: _db(max(norms[name], least), float((gradient.double() - found.gradients[name].double()).norm()))
-        for name, gradient in expected.gradients.items()
-    }
+    least = _NEGLIGIBLE * max(float(gradient.double().norm()) for gradient in expected.gradients.values())
+    errors = {name: sqnr(gradient, found.gradients[name], least) for name, gradient in expected.gradients.items()}
     worst = min(errors, key=lambda name: (errors[name] == errors[name], errors[name]))  # NaN first
     text = f"{what}: SQNR of gradients, least {errors[worst]:.1f} dB ({worst}) >= {gradient_db:g}"
     bench.require(errors[worst] >= gradient_db, text)
 
 
 def _without(step: Step, residual: torch.Tensor, gradient: torch.Tensor) -> Step:
-    """A step less what a residual adds to the output and to the gradient of "x"."""
+    """A step less what the residual adds to the output and to the gradient of "x"."""
     x = step.gradients["x"].float() - gradient.float()
     return Step(step.output.float() - residual.detach().float(), {**step.gradients, "x": x})
 
 
-def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to quantization noise of a result, in dB, computed in float64."""
+def sqnr(expected: torch.Tensor, found: torch.Tensor, least: float = sys.float_info.min) -> float:
+    """Signal to quantization noise of a result, in dB, computed in float64. least: the signal of a smaller one."""
     expected, found = expected.detach().double(), found.detach().double()
-    return _db(float(expected.norm()), float((expected - found).norm()))
+    noise = float((expected - found).norm())
+    return math.inf if noise == 0 else 20 * math.log10(max(float(expected.norm()), least) / noise)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """In the Frobenius norm, computed in float64."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _db(signal: float, noise: float) -> float:
-    return math.inf if noise == 0 else 20 * math.log10(max(signal, sys.float_info.min) / noise)
-
-
-def step_of(model: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    """A training step without an optimizer."""
-    leaves = [x, *parameters_of(model).values()]
-
-    def step() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        model(x).backward(dy)
-
-    return step
-
-
-def ready(
-    found: Mapping[str, Callable[[nn.Module], Any]],
-    model: nn.Module,
-    label: Callable[[str], str],
-    expected: Step,
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    bench: Bench,
-    *,
-    num_gemms: int,
-    replayed: bool = False,
-    **bounds: Any,
-) -> dict[str, Any]:
-    """The contestants that compute what the model does, compiled: recipes of ours with so many GEMMs in FP8.
-
-    replayed: they are compiled for CUDA graphs. Delayed scaling has its scales after one step."""
-
-    def compiled_by(name: str, compile_model: Callable[[nn.Module], Any]) -> Any:
-        compiled = compile_model(model)
-        call = Replayed(compiled) if replayed else compiled
-        for _ in range(2):
-            run_step(call, x, dy)
-        require_step(label(name), expected, run_step(call, x, dy), bench, **bounds)
-        if name in PRESETS:
-            require_fp8(label(name), compiled, num_gemms, bench)
-        return call
-
-    made = {name: bench(label(name), compiled_by, name, compile_model) for name, compile_model in found.items()}
-    return {name: call for name, call in made.items() if call is not None}
 
 
 def require_fp8(what: str, compiled: Any, num_gemms: int, bench: Bench) -> None:

@@ -1,15 +1,12 @@
-"""Inductor's CUDA code for an H200 or another GPU, generated on a machine without a GPU,
-the memory traffic of its kernels, and what it would launch.
+"""Inductor's CUDA code for an H200 or another GPU, generated on a machine without one, the memory traffic of its kernels, and
+what it would launch.
 
-`capture()` stops Inductor where it would generate code; `report()` moves the captured graphs' metadata to a
-make-believe `cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what
-every kernel reads and writes. Nothing is launched, and inside `capture()` nothing is computed either: outputs are
-empty tensors of the right shape. `launched()` runs the generated wrapper on empty CPU tensors and records what it would launch:
-Triton kernels, our operations' launches, and GEMMs, attention and the rest by their shapes.
-
-NOTE [what is counted] The bytes of a kernel are Inductor's own count (`get_read_write_buffers_sizes`): each buffer
-once per kernel that touches it, hand-written kernels with all tensors they are given and return. It is a lower bound
-for real traffic, the same one for every contestant.
+`capture()` stops Inductor where it would generate code, and computes nothing: outputs are empty tensors of the right shape.
+`report()` moves the captured graphs' metadata to a make-believe `cuda:0`, generates code and counts what every kernel reads and
+writes: each buffer once per kernel that touches it, as Inductor itself counts (`get_read_write_buffers_sizes`), hand-written
+kernels with all tensors that they are given and return. That is a lower bound for real traffic, the same one for every
+contestant. `launched()` runs the generated wrapper on empty CPU tensors and records what it would launch: Triton kernels, our
+operations' launches, and GEMMs, attention and the rest by their shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import pathlib
 import re
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -58,17 +55,13 @@ def _gpu(name: str, capability: tuple[int, int], multiprocessors: int, **propert
 
 
 H200 = _gpu("NVIDIA H200", (9, 0), 132, total_memory=143771 << 20, L2_cache_size=60 << 20)
-#: An H200 whose torch has no cuBLASLt with scales per row.
-H200_CUDA_12_8 = _gpu("NVIDIA H200", (9, 0), 132, total_memory=143771 << 20, L2_cache_size=60 << 20, cuda=(12, 8))
-RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, total_memory=24564 << 20, L2_cache_size=72 << 20)
 RTX_5090 = _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, total_memory=32607 << 20, L2_cache_size=96 << 20, cuda=(13, 0))
 
 _GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
 _CUDA = torch.device("cuda", 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One scheduled kernel."""
 
     name: str
@@ -123,19 +116,12 @@ class Capture:
         results = list(results) if isinstance(results, (list, tuple)) else [results]
 
         def run(args: list[Any]) -> list[Any]:
-            return [args[positions[r]] if r in positions else _empty(r) for r in results]
+            return [
+                args[positions[r]] if r in positions else _empty_like(getattr(r, "meta", {}).get("val", r)) for r in results
+            ]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
-
-
-def _empty(result: Any) -> Any:
-    value = result.meta["val"] if isinstance(result, fx.Node) else result
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch.utils._python_dispatch._disable_current_modes():
-        sizes, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
 @contextlib.contextmanager
@@ -182,19 +168,20 @@ def fake_gpu(gpu: Any = H200) -> Iterator[list[Any]]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_properties": lambda *a, **k: gpu,
+        "synchronize": lambda *a: None,
+    }
+    of_torch_alone = {
         "get_device_capability": lambda *a: capability,
         "get_device_name": lambda *a: gpu.name,
         "is_bf16_supported": lambda *a, **k: True,
-        "synchronize": lambda *a: None,
         "_lazy_init": lambda: None,
     }
     interface = device_interface.get_interface_for_device("cuda")
-    of_interface = ("is_available", "device_count", "current_device", "get_device_properties", "synchronize")
     with contextlib.ExitStack() as stack:
-        for name, function in cuda.items():
+        for name, function in (cuda | of_torch_alone).items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", function))
-        for name in of_interface:
-            stack.enter_context(mock.patch.object(interface, name, staticmethod(cuda[name])))
+        for name, function in cuda.items():
+            stack.enter_context(mock.patch.object(interface, name, staticmethod(function)))
         stack.enter_context(mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *a, **k: arch)))
         for name in ("current_device", "get_device_properties"):
             stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(cuda[name])))
@@ -269,12 +256,9 @@ def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str,
             lowering.run(*args)
             wrapper = lowering.codegen()[0]
             code = wrapper if isinstance(wrapper, str) else wrapper.value
-            return Report(name, code, [_kernel(n) for n in lowering.scheduler.nodes if _launches(n)], foreseen)
-
-
-def _launches(node: Any) -> bool:
-    ir_node = getattr(node, "node", None)
-    return type(ir_node).__name__ != "MultiOutput" and type(node).__name__ != "NopKernelSchedulerNode"
+            nodes = ((type(n).__name__, type(getattr(n, "node", None)).__name__, n) for n in lowering.scheduler.nodes)
+            launching = [n for kind, ir, n in nodes if kind != "NopKernelSchedulerNode" and ir != "MultiOutput"]
+            return Report(name, code, [_kernel(n) for n in launching], foreseen)
 
 
 def _kernel(node: Any) -> Kernel:
@@ -397,7 +381,8 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
 def _empty_like(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype, device=x.device)
 
 
 def launched(captured: Capture, gpu: Any = H200) -> Iterator[tuple[Report, list[Event]]]:
@@ -450,15 +435,6 @@ _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='
 def sources(code: str) -> dict[str, str]:
     """Kernel name -> source, of every kernel in Inductor's generated code."""
     return dict(_KERNEL.findall(code))
-
-
-def compile_kernels(code: str, folder: pathlib.Path, capability: int = 90) -> dict[str, list[str]]:
-    """Kernel name -> PTX of each of its configurations, for every kernel in Inductor's generated code."""
-    found = {}
-    for name, source in sources(code).items():
-        kernel = load_kernel(name, source, folder / f"{name}.py")
-        found[name] = [compile_config(kernel, config, capability).asm["ptx"] for config in kernel.configs]
-    return found
 
 
 def compile_config(kernel: Any, config: Any, capability: int = 90) -> Any:

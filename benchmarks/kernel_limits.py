@@ -1,36 +1,24 @@
-"""The resources that every configuration of every hand-written kernel takes, beside the GPU's limits: sm_89, 90, 100 and 120.
-
-A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
-it; nothing runs. "over" counts configurations that the GPU could not launch, or that spill because they may not take more
-registers. Below that limit ptxas sometimes spills a few bytes of its own accord, in order that one more program fits a
-multiprocessor: those are in "spilled bytes" alone. Only GEMMs have other Triton code for another GPU: `--every 4` compiles each
-configuration of the other kernels for one kind, by turns, and `--gemms` says so of GEMMs. benchmarks/catalogue.py makes them,
-lowering/triton/limits.py has the limits.
+"""The resources that a configuration of a hand-written kernel takes, beside the limits of the GPUs that it is compiled for:
+sm_89, 90, 100 and 120. Nothing runs. `benchmarks/catalogue.py` has the configurations, `lowering/triton/limits.py` the limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
+import subprocess
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import catalogue
 from benchmarks.catalogue import Configuration
-from benchmarks.common import main
-from benchmarks.cubin import dump
-from benchmarks.isolation import Bench, Row
-from benchmarks.variants import compile_launch
 from lowering.triton.limits import BY_CAPABILITY, Limits
 
 ARCHS = (89, 90, 100, 120)
 
 #: Of each thread, of all threads of a program together, and threads of a program: of every device with FP8 tensor cores.
 #: Source: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications.
-REGISTERS_PER_THREAD = 255
-REGISTERS = 65536
-THREADS = 1024
+REGISTERS_PER_THREAD, REGISTERS, THREADS = 255, 65536, 1024
 
 
 class Used(NamedTuple):
@@ -41,7 +29,7 @@ class Used(NamedTuple):
     stack: int
     """Bytes per thread in local memory: spilled registers, for our kernels have no local arrays."""
     most_registers: int
-    """Per thread that the launch allows."""
+    """Per thread that the launch allows. Below, ptxas sometimes spills in order that one more program fits a multiprocessor."""
     shared: int
     """Bytes."""
     threads: int
@@ -63,8 +51,15 @@ class Used(NamedTuple):
 
 
 def used(compiled: Any) -> Used:
-    """Read the resources of Triton's compiled kernel."""
-    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", dump(compiled.asm["cubin"], "-res-usage"))
+    """Read the resources of Triton's compiled kernel, by the `cuobjdump` that Triton ships."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", printed)
     metadata = compiled.metadata
     threads = 32 * metadata.num_warps
     most = min(REGISTERS_PER_THREAD, REGISTERS // threads, metadata.maxnreg or REGISTERS_PER_THREAD)
@@ -84,64 +79,7 @@ def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list
     return kernels
 
 
-def chosen(archs: Sequence[int], every: int, gemms: int) -> Iterator[tuple[str, int, list[Configuration]]]:
-    """The launches to compile: a kernel, the kind of GPU, configurations. GEMMs come first."""
-    for arch in archs:
-        for name, found in by_kernel(catalogue.configurations(catalogue.gemms(), divmod(arch, 10))).items():
-            yield name, arch, turn_of(found, arch, gemms)
-    for name, found in by_kernel(catalogue.configurations(catalogue.casts())).items():
-        for arch in archs:
-            yield name, arch, turn_of(found, arch, every)
-
-
 def turn_of(configurations: list[Configuration], arch: int, every: int) -> list[Configuration]:
     """One of so many, and one at least; another one for each kind of GPU."""
     start = ARCHS.index(arch) * -(-every // len(ARCHS)) % every
     return configurations[start % len(configurations) :: every]
-
-
-def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dict[str, Any]:
-    """The most that any of a kernel's configurations takes, and how many are over a limit."""
-    of = limits_of(arch)
-    each = [used(compile_launch(configuration.launch, arch)) for configuration in configurations]
-    over = [(c.name, words) for c, taken in zip(configurations, each, strict=True) if (words := taken.over(of))]
-    return {
-        "what": what,
-        "configurations": len(configurations),
-        "registers": max(taken.registers for taken in each),
-        "spilled bytes": max(taken.stack for taken in each),
-        "shared bytes": max(taken.shared for taken in each),
-        "shared bytes of the GPU": of.shared_memory,
-        "threads": max(taken.threads for taken in each),
-        "tensor memory": max(taken.tensor_memory for taken in each),
-        "over": len(over),
-        "the first": f"{over[0][0]}: {', '.join(over[0][1])}" if over else None,
-    }
-
-
-def run(bench: Bench, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1) -> Iterable[Row]:
-    """`quick`: one configuration of each kernel."""
-    import triton
-
-    bench.baseline, bench.where = "the limits of each GPU", f"triton-{triton.__version__}"
-    bench.notes.append("compiled, not run")
-    return _rows(bench, arch, every, gemms)
-
-
-def _rows(bench: Bench, archs: Sequence[int], every: int, gemms: int) -> Iterator[Row]:
-    for name, arch, configurations in chosen(archs, every, gemms):
-        what = f"{name} on sm_{arch}"
-        if not bench.has_row(what):
-            yield from bench.row(what, row_of, what, arch, configurations[:1] if bench.quick else configurations)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS, help="compute capabilities, times 10"
-    )
-    parser.add_argument("--every", type=int, default=1, help="of kernels but GEMMs, one of so many configurations")
-    parser.add_argument("--gemms", type=int, default=1, help="of GEMMs, one of so many")
-
-
-if __name__ == "__main__":
-    main("kernel_limits", run, _options)

@@ -1,4 +1,4 @@
-"""The model that benchmarks compare: plain PyTorch, as a user would write it."""
+"""The models that benchmarks compare: plain PyTorch, as a user would write it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,19 @@ def block(dim: int, ffn: int, heads: int, batch: int, tokens: int) -> tuple[Llam
     with torch.device("meta"):
         model = LlamaBlock(dim, ffn, heads).bfloat16()
     return model.to_empty(device="cpu"), x
+
+
+class Experts(nn.Module):
+    """A linear per expert, as transformers' mixtures compute it: one grouped GEMM. Groups differ by up to a third."""
+
+    offs: torch.Tensor
+
+    def __init__(self, experts: int, inputs: int, outputs: int, rows: int, on: torch.device):
+        super().__init__()
+        weight = torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16) * inputs**-0.5
+        self.weight = nn.Parameter(weight)
+        shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
+        self.register_buffer("offs", (shares / shares[-1] * rows).to(on, torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offs)

@@ -1,45 +1,29 @@
-"""Bytes and kernels besides GEMMs of training steps, in Inductor's code for an H200 or another GPU, counted on any CPU.
+"""Bytes and kernels besides GEMMs of training steps, in Inductor's code for an H200, counted on any CPU.
 
-    python -m benchmarks.traffic --what block weights graphs experts kernels
+    python -m benchmarks.traffic --what block weights experts kernels
 
-block: a Llama block, and where a recipe has other code on another GPU, there. weights: bytes of its weights that a microbatch
-and an evaluation move. graphs: bytes that a replay of its CUDA graphs copies, by torch's own rules. experts: transformers'
-code of Qwen3-30B-A3B's experts, 128 of 2048 x 768, 8 per token; "weights" are the kernels that read the experts' weights: their
-bytes do not grow with the tokens, and with expert parallelism a rank holds a share of the experts and as many rows. kernels:
-distinct kernels of stacks of blocks, which have to be compiled; "launches", all besides GEMMs and attention, grow with the
-layers, distinct kernels should not.
+block: a Llama block. weights: bytes of its weights that a microbatch and an evaluation move. experts: transformers' code of
+Qwen3-30B-A3B's experts, 128 of 2048 x 768, 8 per token; "weights" are the kernels that read the experts' weights: their bytes
+do not grow with the tokens, and with expert parallelism a rank holds a share of the experts and as many rows. kernels: distinct
+kernels of stacks of blocks, which have to be compiled; "launches", all besides GEMMs and attention, grow with the layers,
+distinct kernels should not.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
 
-from benchmarks.common import SkipBenchmark, has_torchao, main
+from benchmarks.common import SkipBenchmark, main
 from benchmarks.compile_time import TINY
 from benchmarks.contestants import RECIPES, contestants, steady
-from benchmarks.cross_codegen import (
-    H200,
-    H200_CUDA_12_8,
-    RTX_4090,
-    RTX_5090,
-    Capture,
-    Event,
-    Kernel,
-    Report,
-    capture,
-    launched,
-    planned_for,
-    report,
-)  # fmt: skip
+from benchmarks.cross_codegen import H200, Capture, Event, Kernel, Report, capture, launched, planned_for, report
 from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from fp8pass import fp8_compile, monitor
@@ -51,9 +35,20 @@ Compile = Callable[[nn.Module], Callable[[torch.Tensor], Any]]
 MEASURED_STEP = 1.3
 
 
-def _measured_rows(
-    recipes: Sequence[str], suffix: str, megabytes_of: Callable[[Compile], float], bench: Bench
-) -> Iterator[Row]:
+def _ours(recipe: str) -> Compile:
+    return lambda model: fp8_compile(model, steady(recipe))
+
+
+def _beside_bf16(compared: Mapping[str, Any], suffix: str, row: Callable[..., Row], bench: Bench, *keys: str) -> Iterator[Row]:
+    """A row per contestant, of `row(its label, its name, what it maps to)`, with ratios of these columns to bf16's."""
+    base: Row | None = None
+    for name, given in compared.items():
+        for made in bench.row(name + suffix, row, name + suffix, name, given):
+            base = made if name == "bf16" else base
+            yield made | ({} if base is None else {f"{key} / bf16": made[key] / base[key] for key in keys})
+
+
+def _measured_rows(recipes: Sequence[str], megabytes_of: Callable[[Compile], float], bench: Bench) -> Iterator[Row]:
     """Steps that a monitor measures, beside others."""
 
     def row(what: str, recipe: str) -> Row:
@@ -67,36 +62,13 @@ def _measured_rows(
         return {"what": what, "MB": moved, "MB / other steps": moved / usual}
 
     for recipe in recipes:
-        what = f"{recipe}, a measured step{suffix}"
+        what = f"{recipe}, a measured step"
         yield from bench.row(what, row, what, recipe)
-
-
-def _beside_bf16(
-    compared: Mapping[str, Any], label: Callable[[str], str], row: Callable[..., Row], bench: Bench, *keys: str
-) -> Iterator[Row]:
-    """A row per contestant, of `row(its label, its name, what it maps to)`, with ratios of these columns to bf16's."""
-    base: Row | None = None
-    for name, given in compared.items():
-        for made in bench.row(label(name), row, label(name), name, given):
-            base = made if name == "bf16" else base
-            yield made | ({} if base is None else {f"{key} / bf16": made[key] / base[key] for key in keys})
-
-
-def _ours(recipe: str) -> Compile:
-    return lambda model: fp8_compile(model, steady(recipe))
 
 
 # -- a Llama block
 
 DIM, FFN, HEADS, TOKENS = 1024, 2816, 16, 2048
-#: From MANY_ROWS on, copies of weights are recomputed in backward by default.
-MANY_ROWS = 4096
-#: What runs other code elsewhere, by name: a recipe and a GPU. Other pairs have the H200's figures (tests/test_traffic.py).
-OTHER_GPUS = {
-    "rowwise, CUDA 12.8": ("rowwise", H200_CUDA_12_8),
-    "rowwise, RTX 4090": ("rowwise", RTX_4090),
-    "blockwise, RTX 5090": ("blockwise", RTX_5090),
-}
 
 
 def llama_block() -> LlamaBlock:
@@ -105,36 +77,38 @@ def llama_block() -> LlamaBlock:
     return LlamaBlock(DIM, FFN, HEADS).bfloat16()
 
 
-def captured_block(compile_model: Compile, tokens: int = TOKENS, gpu: Any = H200) -> Capture:
+def train(model: Callable[[torch.Tensor], Any], tokens: int = TOKENS, dim: int = DIM) -> None:
+    """Forward and backward of a block, or of what has an output like one."""
+    out = model(torch.zeros(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True))
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+def captured_step(model: nn.Module, compile_model: Compile, tokens: int, dim: int, gpu: Any = H200) -> Capture:
     """The graphs of forward and backward, as they reach Inductor's code generation. Computes nothing."""
     torch._dynamo.reset()
-    model = compile_model(llama_block())
-    x = torch.zeros(1, tokens, DIM, dtype=torch.bfloat16, requires_grad=True)
+    compiled = compile_model(model)
     with planned_for(gpu), capture() as graphs:
-        model(x).sum().backward()
+        train(compiled, tokens, dim)
     return graphs
 
 
 def traffic_of(compile_model: Compile, tokens: int = TOKENS) -> list[Report]:
     """The generated code of forward and backward, for any way to compile the block."""
-    return report(captured_block(compile_model, tokens))
+    return report(captured_step(llama_block(), compile_model, tokens, DIM))
 
 
 def launched_by(compile_model: Compile, tokens: int = TOKENS, gpu: Any = H200) -> list[tuple[Report, list[Event]]]:
     """The generated code of forward and backward, and what each graph would launch."""
-    return list(launched(captured_block(compile_model, tokens, gpu), gpu))
+    return list(launched(captured_step(llama_block(), compile_model, tokens, DIM, gpu), gpu))
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A training step besides its GEMMs and attention."""
+class Step(NamedTuple):
+    """A training step besides its GEMMs and attention, which are counted: megabytes moved, and launches, both with what GEMMs
+    launch besides themselves. An operation counts as what it launches, such as `multi_scales` as two."""
 
     megabytes: float
-    """Moved by kernels, those that GEMMs launch besides themselves among them."""
     launches: int
-    """An operation counts as what it launches, such as `multi_scales` as two."""
     gemms: int
-    """And attention kernels."""
 
 
 def counted(graphs: list[tuple[Report, list[Event]]]) -> Step:
@@ -158,22 +132,18 @@ def megabytes(reports: list[Report]) -> float:
 
 
 def block(bench: Bench) -> Iterator[Row]:
-    """`quick` leaves other projects, the larger size and measured steps out."""
+    """`quick` leaves other projects and measured steps out."""
     bench.baseline = "bf16"
     bench.notes.append("kernels: every launch besides GEMMs and attention, on a GPU")
 
-    def row(what: str, name: str, given: tuple[Compile, int, Any]) -> Row:
-        step = counted(launched_by(*given))
+    def row(what: str, name: str, compile_model: Compile) -> Row:
+        step = counted(launched_by(compile_model))
         bench.require(step.gemms >= 21, f"{what}: {step.gemms} GEMMs and attention kernels in both graphs")
         return {"what": what, "MB": step.megabytes, "kernels": step.launches, "GEMMs": step.gemms}
 
-    for tokens in (TOKENS,) if bench.quick else (TOKENS, MANY_ROWS):
-        found = {name: (each, tokens, H200) for name, each in contestants(RECIPES, with_peers=not bench.quick).items()}
-        if tokens == TOKENS and not bench.quick:
-            found |= {name: (_ours(recipe), tokens, gpu) for name, (recipe, gpu) in OTHER_GPUS.items()}
-        yield from _beside_bf16(found, lambda name, tokens=tokens: f"{name}, {tokens} rows", row, bench, "MB")  # type: ignore[misc]
+    yield from _beside_bf16(contestants(RECIPES, with_peers=not bench.quick), "", row, bench, "MB")
     if not bench.quick:
-        yield from _measured_rows(RECIPES, f", {TOKENS} rows", lambda compiled: megabytes(traffic_of(compiled)), bench)
+        yield from _measured_rows(RECIPES, lambda compiled: megabytes(traffic_of(compiled)), bench)
 
 
 # -- its weights
@@ -181,18 +151,14 @@ def block(bench: Bench) -> Iterator[Row]:
 MICROBATCHES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightTraffic:
-    """Bytes of weights that the kernels of one call read."""
+class WeightTraffic(NamedTuple):
+    """Bytes of weights that the kernels of one call move: those that read a weight in high precision, with the copies that they
+    write, in so many launches; of Parameters, by any kernel; of FP8 copies, by GEMMs."""
 
     casts: int
-    """Moved by kernels that read a weight in high precision: with the copies that they write."""
     high_precision: int
-    """Bytes of Parameters, by any kernel."""
     fp8: int
-    """Bytes of FP8 copies, by GEMMs."""
     launches: int
-    """Kernels of `casts`."""
 
 
 def weight_traffic(captured: Capture) -> WeightTraffic:
@@ -218,27 +184,17 @@ def microbatches(recipe: Any, weight_copies: str, count: int = MICROBATCHES) -> 
     from fp8pass.weights import cache
 
     torch._dynamo.reset()
-    cast_outside: list[int] = []
-    quantize, checksums = cache.quantize, cache.checksums_of
-    read = [0]
-
-    def recorded(kind: Any, weights: Any, scale: Any) -> Any:
-        cast_outside.append(len(weights))
-        return quantize(kind, weights, scale)
-
-    def compared(tensors: Any) -> Any:
-        read.append(sum(t.numel() * t.element_size() for t in tensors))
-        return checksums(tensors)
-
-    model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies, step="manual")
     with (
-        mock.patch.object(cache, "quantize", recorded),
-        mock.patch.object(cache, "checksums_of", compared),
+        mock.patch.object(cache, "quantize", side_effect=cache.quantize) as quantize,
+        mock.patch.object(cache, "checksums_of", side_effect=cache.checksums_of) as checksums,
         capture() as graphs,
     ):
+        model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies, step="manual")
         for _ in range(count):
-            model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    return weight_traffic(graphs), sum(cast_outside), read[-1]
+            train(model)
+    cast_outside = sum(len(call.args[1]) for call in quantize.call_args_list)
+    compared = sum(t.nbytes for t in checksums.call_args.args[0]) if checksums.called else 0
+    return weight_traffic(graphs), cast_outside, compared
 
 
 def evaluation(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
@@ -250,15 +206,6 @@ def evaluation(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
     return weight_traffic(graphs)
 
 
-def adapters(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
-    """Bytes of frozen weights that a microbatch moves, as LoRA has them, once their copies are made. Computes nothing."""
-    torch._dynamo.reset()
-    model = fp8_compile(llama_block().requires_grad_(False), recipe, weight_copies=weight_copies)
-    with capture() as graphs:
-        model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    return weight_traffic(graphs)
-
-
 def weights(bench: Bench) -> Iterator[Row]:
     """`quick`: one recipe."""
     bench.baseline = "auto"
@@ -267,137 +214,40 @@ def weights(bench: Bench) -> Iterator[Row]:
     )
     parameters = sum(p.numel() for p in llama_block().parameters() if p.dim() == 2)
 
-    def row(name: str, copies: str) -> Row:
-        one, outside, compared = microbatches(steady(name), copies, MICROBATCHES)
-        bench.require((copies == "cache") == (outside == 7), f"{name}, {copies}: casts outside of graphs")
-        bench.require((copies == "cache") == (compared > 0), f"{name}, {copies}: content is compared")
-        evaluated, frozen = evaluation(steady(name), copies), adapters(steady(name), copies)
+    def row(what: str, name: str, copies: Any) -> Row:
+        one, outside, compared = microbatches(steady(name), copies)
+        bench.require((copies == "cache") == (outside == 7), f"{what}: casts outside of graphs")
+        bench.require((copies == "cache") == (compared > 0), f"{what}: content is compared")
+        evaluated, lora = evaluation(steady(name), copies), llama_block().requires_grad_(False)
+        compile_lora: Compile = lambda model: fp8_compile(model, steady(name), weight_copies=copies)  # noqa: E731
+        frozen = weight_traffic(captured_step(lora, compile_lora, TOKENS, DIM))
         return {
-            "what": f"{name}, {copies}",
+            "what": what,
             "casts, MB per microbatch": one.casts / 1e6,
             "launches": one.launches,
-            "weights cast outside, per step": outside,
             "a comparison of content, bytes per parameter": compared / parameters,
             # Each GEMM reads its copy once, also one that the graph makes, which is none of its inputs.
             "evaluation, bytes per parameter": evaluated.casts / parameters + 1,
-            "launches of an evaluation": evaluated.launches,
             "LoRA, casts of frozen weights, bytes per parameter": frozen.casts / parameters,
             "launches with LoRA": frozen.launches,
         }
 
     for name in ("current",) if bench.quick else RECIPES:
         for copies in ("auto", "cache"):
-            yield from bench.row(f"{name}, {copies}", row, name, copies)
-
-
-# -- CUDA graphs
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A graph as torch records it with mode="reduce-overhead"."""
-
-    report: Report
-    copied: list[int]
-    """Sizes in bytes of the inputs that each replay copies into the graph's own memory."""
-    refusals: list[Any]
-    """Reasons not to record it."""
-    num_partitions: int
-    """Parts that are recorded each; what lies between them runs eagerly."""
-
-
-def recorded(run: Callable[[], object]) -> list[Recorded]:
-    """The graphs that `run` compiles, for an H200. Computes nothing."""
-    static: list[set[int]] = []
-    compile_inner = Capture.compile_inner
-
-    def noting(self: Capture, gm: Any, inputs: list[Any], **options: Any) -> Any:
-        static.append(set(options["static_input_idxs"]))
-        return compile_inner(self, gm, inputs, **options)
-
-    with mock.patch.object(Capture, "compile_inner", noting), capture() as graphs:
-        run()
-    return [_recorded(Capture([graph]), indices) for graph, indices in zip(graphs.graphs, static, strict=True)]
-
-
-def _recorded(graph: Capture, static: set[int]) -> Recorded:
-    from torch._inductor import cudagraph_utils
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.utils import get_first_incompatible_cudagraph_node
-
-    lowered = []
-    codegen = GraphLowering.codegen
-
-    def noting(self: GraphLowering) -> Any:
-        lowered.append(self)
-        return codegen(self)
-
-    with mock.patch.object(GraphLowering, "codegen", noting):
-        (generated,) = report(graph, {"triton.cudagraphs": True})
-    (made,) = lowered
-    values = [node.meta["val"] for node in made.module.graph.find_nodes(op="placeholder")]
-    copied = [v.nbytes for i, v in enumerate(values) if i not in static and isinstance(v, torch.Tensor)]
-    refusals = [
-        made.disable_cudagraphs_reason,
-        cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
-            made.module, made.mutated_inputs, made.mutated_input_idxs, sorted(static)
-        ),
-        cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(dict(made.device_node_mapping)),
-        cudagraph_utils.get_input_storage_mutation_reason(cudagraph_utils.get_input_storage_mutation_info(made.module)),
-        get_first_incompatible_cudagraph_node(made.module),
-    ]
-    return Recorded(generated, copied, [r for r in refusals if r is not None], len(made.partition_maps or ()))
-
-
-def train(model: Callable[[torch.Tensor], Any]) -> None:
-    """Forward and backward of the block."""
-    model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-
-
-def num_tables(compile_model: Compile) -> int:
-    """The tables of addresses that a step's launches read: a replay copies each from the host's memory again."""
-    launches = [launch for _, events in launched_by(compile_model) for event in events for launch in event.launches]
-    return sum(isinstance(launch.arguments.get(name), torch.Tensor) for launch in launches for name in ("table", "index"))
-
-
-def graphs(bench: Bench) -> Iterator[Row]:
-    """`quick`: one recipe."""
-    bench.baseline = "bf16"
-    bench.notes.append("copied: inputs whose addresses may change. Tables of addresses are copied from pinned memory")
-
-    def row(what: str, compile_model: Compile) -> Row:
-        torch._dynamo.reset()
-        model = compile_model(llama_block())
-        found = recorded(lambda: train(model))
-        bench.require(not any(graph.refusals for graph in found), f"{what}: every graph is recorded")
-        bench.require(all(graph.num_partitions == 1 for graph in found), f"{what}: every graph is recorded whole")
-        copied = sum(size for graph in found for size in graph.copied)
-        return {"what": what, "copied, MB per step": copied / 1e6, "tables": num_tables(compile_model)}
-
-    compared = contestants(("delayed",) if bench.quick else RECIPES, with_peers=False)
-    for name, compile_model in compared.items():
-        yield from bench.row(name, row, name, compile_model)
-    cached = "delayed, weight_copies='cache'"
-    yield from bench.row(cached, row, cached, lambda model: fp8_compile(model, steady("delayed"), weight_copies="cache"))
+            yield from bench.row(f"{name}, {copies}", row, f"{name}, {copies}", name, copies)
 
 
 # -- a mixture of experts
 
 EXPERTS, TOP_K, HIDDEN, EXPERT_FFN = 128, 8, 2048, 768
-#: The two stacks of weights.
-STACKS = {(EXPERTS, 2 * EXPERT_FFN, HIDDEN), (EXPERTS, HIDDEN, EXPERT_FFN)}
 #: Rows per expert are EXPERT_TOKENS / 16 on average.
 EXPERT_TOKENS = 32768
-#: Three grouped GEMMs of two batches of weights each way; the router's three run too.
-EXPERT_GEMMS = 9
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertTraffic:
-    """Bytes that kernels besides GEMMs read and write."""
+class ExpertTraffic(NamedTuple):
+    """Bytes that kernels besides GEMMs read and write: those that read a stack of weights, and others."""
 
     weight_bytes: int
-    """By kernels that read a stack of weights."""
     other_bytes: int
     kernels: int
     gemms: int
@@ -407,58 +257,27 @@ class ExpertTraffic:
         return self.weight_bytes + self.other_bytes
 
 
-def moe_block(experts: int = EXPERTS) -> nn.Module:
-    """The router and the experts of a layer in bfloat16, uninitialized."""
+def reports_of_experts(compile_model: Compile, tokens: int) -> list[Report]:
+    """The generated code of forward and backward of the router and the experts of a layer. Computes nothing."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": EXPERT_FFN, "num_experts": experts, "num_experts_per_tok": TOP_K}
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": EXPERT_FFN, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     config = Qwen3MoeConfig(**sizes, num_hidden_layers=1)
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         made: nn.Module = Qwen3MoeSparseMoeBlock(config).bfloat16()
-    return made.to_empty(device="cpu")
-
-
-def reports_of_experts(compile_model: Compile, tokens: int) -> list[Report]:
-    """The generated code of forward and backward. Computes nothing."""
-    torch._dynamo.reset()
-    model = compile_model(moe_block())
-    x = torch.zeros(1, tokens, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    with capture() as graphs:
-        out = model(x)
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
-    return report(graphs)
+    return report(captured_step(made.to_empty(device="cpu"), compile_model, tokens, HIDDEN))
 
 
 def expert_traffic(reports: list[Report]) -> ExpertTraffic:
     """The sums of some graphs."""
+    stacks = {(EXPERTS, 2 * EXPERT_FFN, HIDDEN), (EXPERTS, HIDDEN, EXPERT_FFN)}
     kernels = elementwise_kernels(reports)
-    weight_bytes = sum(k.num_bytes for k in kernels if not STACKS.isdisjoint(k.inputs.values()))
+    weight_bytes = sum(k.num_bytes for k in kernels if not stacks.isdisjoint(k.inputs.values()))
     other_bytes = sum(k.num_bytes for k in kernels) - weight_bytes
     gemms = sum(k.is_gemm for reported in reports for k in reported.kernels)
     return ExpertTraffic(weight_bytes, other_bytes, len(kernels), gemms)
-
-
-@contextlib.contextmanager
-def torchao_rowwise() -> Iterator[None]:
-    """Inside, transformers' grouped GEMMs are those of torchao's rowwise conversion of mixtures of experts.
-
-    The conversion wraps the weights in a tensor subclass that takes `torch._grouped_mm`; transformers calls
-    `torch.nn.functional.grouped_mm`, which it does not know. So its function is called here. It registers its operations, the
-    shape functions included, only where Triton has a device. Groups must be multiples of 16, which nothing here pads.
-    """
-    import torch.utils._triton
-    import transformers.integrations.moe
-
-    with mock.patch.object(torch.utils._triton, "has_triton", return_value=True):
-        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as convert
-
-    def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
-        return convert(input, weight, offs, torch.bfloat16, torch.float8_e4m3fn, False)
-
-    with mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm):
-        yield
 
 
 def experts(bench: Bench) -> Iterator[Row]:
@@ -467,28 +286,22 @@ def experts(bench: Bench) -> Iterator[Row]:
         raise SkipBenchmark("needs transformers")
     tokens = 1024 if bench.quick else EXPERT_TOKENS
     bench.baseline = "bf16"
-    bench.notes += [
-        f"{tokens} tokens, {tokens // 16} rows per expert on average",
-        "torchao's groups must be multiples of 16, which is not counted; a two-pass kernel counts what it reads once",
-    ]
+    bench.notes.append(
+        f"{tokens} tokens, {tokens // 16} rows per expert on average; a two-pass kernel counts what it reads once"
+    )
     ours = RECIPES[:1] if bench.quick else ("delayed", "current", "rowwise", "blockwise")
     found: dict[str, Compile] = {"bf16": torch.compile} | {recipe: _ours(recipe) for recipe in ours}
-    if has_torchao() and not bench.quick:
-        found["torchao rowwise"] = torch.compile
 
     def row(what: str, name: str, compile_model: Compile) -> Row:
-        with torchao_rowwise() if name.startswith("torchao") else contextlib.nullcontext():
-            traffic = expert_traffic(reports_of_experts(compile_model, tokens))
-        bench.require(traffic.gemms == EXPERT_GEMMS, f"{name}: {traffic.gemms} GEMMs")
+        traffic = expert_traffic(reports_of_experts(compile_model, tokens))
+        bench.require(traffic.gemms == 9, f"{name}: {traffic.gemms} GEMMs, three of them the router's")
         moved = {"MB": traffic.num_bytes, "MB weights": traffic.weight_bytes, "MB without weights": traffic.other_bytes}
         counts = {"kernels": traffic.kernels, "GEMMs": traffic.gemms}
         return {"what": what} | {key: num_bytes / 1e6 for key, num_bytes in moved.items()} | counts
 
-    yield from _beside_bf16(found, str, row, bench, "MB", "MB without weights")
+    yield from _beside_bf16(found, "", row, bench, "MB", "MB without weights")
     if not bench.quick:  # MXFP8's grouped GEMMs have no kernel yet; its casts are counted
-        yield from _measured_rows(
-            (*ours, "mxfp8"), "", lambda compiled: expert_traffic(reports_of_experts(compiled, tokens)).num_bytes / 1e6, bench
-        )
+        yield from _measured_rows((*ours, "mxfp8"), lambda made: megabytes(reports_of_experts(made, tokens)), bench)
 
 
 # -- distinct kernels
@@ -499,13 +312,10 @@ LAYERS = (2, 8, 24)
 def reports_of_stack(compile_model: Compile, layers: int, sizes: tuple[int, int, int, int]) -> list[Report]:
     """The H200 code of forward and of backward. sizes: dim, ffn, heads, tokens of a block. Computes nothing."""
     dim, ffn, heads, tokens = sizes
-    torch._dynamo.reset()
     model = nn.Sequential(*(LlamaBlock(dim, ffn, heads) for _ in range(layers))).bfloat16()
-    x = torch.zeros(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
-    with capture() as graphs:
-        compile_model(model)(x).sum().backward()
-    assert len(graphs.graphs) == 2
-    return report(graphs)
+    reports = report(captured_step(model, compile_model, tokens, dim))
+    assert len(reports) == 2
+    return reports
 
 
 def distinct(code: str) -> int:
@@ -533,10 +343,10 @@ def kernels(bench: Bench) -> Iterator[Row]:
             return {"what": what, **counts, "kernels": sum(counts.values()), "launches": others}
 
         found = contestants(("delayed",) if bench.quick else RECIPES, with_peers=False)
-        yield from _beside_bf16(found, lambda name, n=layers: f"{n} layers {name}", row, bench, "kernels")  # type: ignore[misc]
+        yield from _beside_bf16(found, f", {layers} layers", row, bench, "kernels")
 
 
-PARTS = {"block": block, "weights": weights, "graphs": graphs, "experts": experts, "kernels": kernels}
+PARTS = {"block": block, "weights": weights, "experts": experts, "kernels": kernels}
 
 if __name__ == "__main__":
     main("traffic", PARTS)

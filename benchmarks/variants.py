@@ -1,8 +1,5 @@
-"""Compile launches on a machine without a GPU: launches recorded on CPU tensors, and Triton's compiled kernels.
-
-`recorded` runs a launch wrapper with Triton's `run` replaced by a recorder; `compile_launch` compiles what was recorded with
-the types and alignments that Triton would have derived from the arguments.
-"""
+"""Compile launches on a machine without a GPU: `recorded` runs a launch wrapper on CPU tensors with Triton's `run` replaced by
+a recorder; `compile_launch` compiles what was recorded with the types and alignments that Triton would have derived."""
 
 from __future__ import annotations
 

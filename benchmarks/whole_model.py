@@ -1,7 +1,7 @@
 """Training steps of a whole model that we did not write: transformers' Llama, from its embedding to AdamW.
 
 Columns: `ms`, of a step with its optimizer, the host's time included, median of the last three quarters of the steps; `first
-two steps s`, which compile; the last loss. Tokens come from a Markov chain, the same ones for every contestant.
+two steps s`, which compile; the last loss. Tokens are the same for every contestant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8pass import fp8_compile, inspect
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 #: Largest difference between the last losses in FP8 and in bfloat16, relative.
 _LOSS_ERROR = 0.01
-#: Words that may follow a word, and words that decide about them.
+#: Words that may follow a word, and words that occur.
 _BRANCHES, _STATES = 4, 512
 
 
@@ -29,37 +29,29 @@ def _config(quick: bool) -> Any:
     """Eight layers of Llama-3.2-1B's width; 0.62 billion parameters."""
     from transformers import LlamaConfig
 
-    width = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if not quick:
-        width = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    return LlamaConfig(vocab_size=256 if quick else 32000, num_hidden_layers=2 if quick else 8, use_cache=False, **width)
+    hidden, ffn, heads, kv_heads, words, layers = (64, 128, 4, 2, 256, 2) if quick else (2048, 8192, 32, 8, 32000, 8)
+    of_heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+    return LlamaConfig(vocab_size=words, hidden_size=hidden, intermediate_size=ffn, use_cache=False, **of_heads)
 
 
 def _batches(words: int, steps: int, size: tuple[int, int], on: torch.device) -> list[torch.Tensor]:
+    """Every word is followed by one of a few."""
     generator = torch.Generator().manual_seed(1)
-    following = torch.randint(0, words, (words, _BRANCHES), generator=generator)
-    found = []
-    for _ in range(steps):
-        tokens = torch.randint(0, words, size, generator=generator)
-        branch = torch.randint(0, _BRANCHES, size, generator=generator)
-        for t in range(1, size[1]):
-            tokens[:, t] = following[tokens[:, t - 1] % min(_STATES, words), branch[:, t]]
-        found.append(tokens.to(on))
-    return found
+    steps_on = 1 + torch.randint(0, _BRANCHES, (steps, *size), generator=generator)
+    return list((steps_on.cumsum(2) % min(_STATES, words)).to(on))
 
 
 def _train(compiled: Any, batches: list[torch.Tensor], on: torch.device) -> Row:
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=3e-4, fused=True)
-    wait = torch.cuda.synchronize if on.type == "cuda" else lambda: None
     times, losses = [], []
     for tokens in batches:
-        wait()
         start = time.perf_counter()
         loss = compiled(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        wait()
+        if on.type == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
     return {"ms": 1e3 * statistics.median(times[len(times) // 4 :]), "first two steps s": sum(times[:2]), "loss": losses[-1]}
@@ -86,6 +78,7 @@ def _row(name: str, config: Any, batches: list[torch.Tensor], on: torch.device, 
 
 
 def run(bench: Bench) -> Iterator[Row]:
+    """`quick`: a tiny model, four steps."""
     if importlib.util.find_spec("transformers") is None:
         raise SkipBenchmark("transformers is not installed")
     on, config = device(bench.quick), _config(bench.quick)
@@ -93,12 +86,11 @@ def run(bench: Bench) -> Iterator[Row]:
     batches = _batches(config.vocab_size, 4 if bench.quick else 40, (2, 32) if bench.quick else (4, 2048), on)
     base: Row | None = None
     for name in ("bf16", *RECIPES):
-        row = bench(name, _row, name, config, batches, on, base, bench)
-        base = base or row
+        for row in bench.row(name, _row, name, config, batches, on, base, bench):
+            base = base or row
+            yield row
         if base is None:  # nothing to compare with
             return
-        if row is not None:
-            yield row
 
 
 if __name__ == "__main__":

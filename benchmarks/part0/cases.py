@@ -1,12 +1,15 @@
-"""Cases of part 0: a name, a function, and what it found. A group has a process of its own; its cases run in order."""
+"""Cases of part 0: a name, a function, and what it found."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.common import Run, device
+from benchmarks.isolation import Bench, Row
 
 Found = dict[str, Any]
 
@@ -15,15 +18,12 @@ class SkipCase(Exception):
     """This machine cannot run a case; the text says what is missing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Something that is right or wrong by itself."""
 
     name: str
     run: Callable[[], Found]
     """Raises where it is wrong; AssertionError for wrong numbers. Returns figures with the unit in the key."""
-    operation: str | None = None
-    """The registered operation that it calls."""
 
 
 def within(error: float, bound: float) -> Found:
@@ -39,17 +39,22 @@ def skip_if(reason: str | None) -> None:
         raise SkipCase(reason)
 
 
-#: The group that is timed, so that it runs before the others and alone.
-ALONE = "rates"
+def as_benchmark(cases: Callable[[torch.device], Iterable[Case]]) -> Run:
+    """A benchmark with a row per case. The name of each is printed when it begins: of one that hangs, it is the last one."""
 
+    def row(case: Case) -> Row:
+        print(case.name, flush=True)
+        start = time.perf_counter()
+        try:
+            found = case.run()
+        except SkipCase as skipped:
+            found = {"skipped": str(skipped)}
+        return {"what": case.name, **found, "seconds": round(time.perf_counter() - start, 3)}
 
-def groups() -> dict[str, Callable[[torch.device], Iterable[Case]]]:
-    """Name -> what makes its cases on a device. Families of operations and names of recipes are looked up, not listed."""
-    from benchmarks.part0 import operations, rates, recipes
+    def run(bench: Bench) -> Iterator[Row]:
+        bench.baseline = "references in high precision"
+        torch.manual_seed(0)
+        for case in cases(device(bench.quick)):
+            yield from bench.row(case.name, row, case)
 
-    found: dict[str, Callable[[torch.device], Iterable[Case]]] = {ALONE: rates.cases}
-    for family in operations.families():
-        found[family] = lambda on, family=family: operations.cases(family, on)  # type: ignore[misc]
-    for recipe in recipes.NAMES:
-        found[f"recipe {recipe}"] = lambda on, recipe=recipe: recipes.cases(recipe, on)  # type: ignore[misc]
-    return found
+    return run

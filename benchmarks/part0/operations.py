@@ -14,36 +14,17 @@ from benchmarks.correctness import relative_error
 from benchmarks.part0.cases import Case, Found, skip_if, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware
-from lowering.blockwise import gemm as blockwise_gemm
 from lowering.operation import NAMESPACE, Operation
-from lowering.products import Product
 
 
-def family_of(name: str) -> str:
-    """The group of an operation: its GEMM's, or its folder or file in `lowering/`; the one with most samples has its own."""
-    module = NAMESPACE.operations[name].reference.__module__.split(".")
-    if name.startswith("scaled_"):
-        return "grouped GEMMs" if "grouped" in name else "GEMMs"
-    if name == "cast_with_scales":
-        return "casts with scales"
-    return f"casts {module[1]}" if len(module) > 2 or module[1] == "state" else "casts tensorwise"
-
-
-def families() -> list[str]:
-    """All groups of operations."""
-    return list(dict.fromkeys(map(family_of, NAMESPACE.operations)))
-
-
-def cases(family: str, on: torch.device) -> Iterator[Case]:
-    """The cases of a group's operations. One without samples is a case that says so."""
+def cases(on: torch.device) -> Iterator[Case]:
+    """The cases of all operations; of one without samples, one that says so."""
     for name, operation in NAMESPACE.operations.items():
-        if family_of(name) != family:
-            continue
         found = samples(name, on)
         if not found:
-            yield Case(f"{name}: no sample", functools.partial(_missing, name), name)
+            yield Case(f"{name}: no sample", functools.partial(_missing, name))
         for sample in found:
-            yield Case(f"{name}: {sample.name}", functools.partial(compare, operation, sample, on), name)
+            yield Case(f"{name}: {sample.name}", functools.partial(compare, operation, sample, on))
 
 
 def _missing(name: str) -> Found:
@@ -64,9 +45,7 @@ def compare(operation: Operation[..., Any], sample: Sample, on: torch.device) ->
     exact = {**options, "out_dtype": torch.float32}
     exact.pop("implementation", None)
     (expected, *_), (found, *_) = called(operation.reference, Sample("", given, exact)), results
-    error = relative_error(found[: sample.valid], expected[: sample.valid])
-    about = {"implementation": _blockwise_choice(sample)} if "implementation" in sample.options else {}
-    return within(error, sample.bound) | about
+    return within(relative_error(found[: sample.valid], expected[: sample.valid]), sample.bound)
 
 
 def mx_obstacle(on: torch.device) -> str | None:
@@ -121,10 +100,3 @@ def require_same(results: list[torch.Tensor], expected: list[torch.Tensor], is_u
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def _blockwise_choice(sample: Sample) -> str:
-    """The implementation that ran."""
-    how = str(sample.options["implementation"])
-    asked = {name: value for name, value in sample.options.items() if name != "implementation"}
-    return blockwise_gemm.chosen(Product(*sample.arguments, **asked)) if how == "auto" else how

@@ -75,10 +75,6 @@ def _matrix(on: torch.device, rows: int, cols: int, dtype: torch.dtype = torch.b
     return torch.randn(rows, cols, device=on).mul_(torch.exp(torch.randn(rows, 1, device=on))).to(dtype)
 
 
-def _scale(on: torch.device) -> torch.Tensor:
-    return torch.tensor(3.7, device=on)
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
 
@@ -148,21 +144,13 @@ def _every_form(on: torch.device, kinds: dict[str, dict[str, Any]], of: Granular
 
 @_of("cast")
 def _cast(on: torch.device) -> Iterator[Sample]:
-    x, line = _matrix(on, 130, 200), _matrix(on, 1, 257, torch.float32)
-    for fp8 in (E4M3, E5M2):
-        both = {"columnwise": True, "with_amax": True, "pad_rows": True, "pad_cols": True}
-        yield Sample(f"ragged, both, {_short(fp8)}", ([x], [_scale(on)], fp8), both)
-        yield Sample(f"one row, {_short(fp8)}", ([line], [_scale(on)], fp8), {"with_amax": True})
-        batch = torch.stack([x, _with_non_finite(x), -x])
-        yield Sample(f"a batch, one scale, {_short(fp8)}", ([batch, x, batch.mT], [_scale(on)] * 3, fp8), both)
-    yield Sample("a view", ([x.t()[3:]], [_scale(on)], E4M3), {"columnwise": True})
-    vector = torch.rand(8, device=on) + 1
-    yield Sample(
-        "many, scales of a vector", ([x, line, x.float()], [vector, vector, vector], E4M3), {"scales_index": [5, 0, 2]}
-    )
+    x, line, vector = _matrix(on, 130, 200), _matrix(on, 1, 257, torch.float32), torch.rand(8, device=on) + 1
+    both = {"columnwise": True, "with_amax": True, "pad_rows": True, "pad_cols": True}
+    batch = torch.stack([x, _with_non_finite(x), -x])
+    yield Sample("a batch, one scale", ([batch, x, batch.mT], [torch.full((), 3.7, device=on)] * 3, E5M2), both)
+    yield Sample("many, scales of a vector", ([x, line, x.float()], [vector] * 3, E4M3), {"scales_index": [5, 0, 2]})
     in_parts = {"with_amax": True, "in_parts": True}
-    yield Sample("amaxes in parts", ([_matrix(on, 512, 384)], [_scale(on)], E5M2), in_parts, is_unordered=True)
-    yield Sample("non-finite", ([_with_non_finite(x)], [_scale(on)], E4M3), {"columnwise": True, "with_amax": True})
+    yield Sample("amaxes in parts", ([_matrix(on, 512, 384)], [vector[0]], E5M2), in_parts, is_unordered=True)
 
 
 def _with_non_finite(x: torch.Tensor) -> torch.Tensor:
@@ -175,32 +163,30 @@ def _with_non_finite(x: torch.Tensor) -> torch.Tensor:
 @_of("quantize")
 def _quantize(on: torch.device) -> Iterator[Sample]:
     every = torch.arange(-(2**15), 2**15, device=on).to(torch.int16).view(torch.bfloat16)
-    for fp8 in (E4M3, E5M2):
-        yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
     x = torch.randn(2, 3, 5, 7, device=on)
-    views = {"permuted": x.permute(3, 0, 2, 1), "strided": x[:, ::2, 1:3], "one element": x[0, 0, 0, 0]}
-    forms = {f"{'' if form.numel() else 'empty '}form {i}": form for i, form in enumerate(_forms(on))}
-    for (label, view), fp8 in itertools.product({**views, **forms}.items(), (E4M3, E5M2)):
-        yield Sample(f"{label}, {_short(fp8)}", (view, _scale(on), fp8))
+    views = {"every bfloat16": every, "permuted": x.permute(3, 0, 2, 1), "strided": x[:, ::2, 1:3], "one": x[0, 0, 0, 0]}
+    views |= {f"{'' if form.numel() else 'empty '}form {i}": form for i, form in enumerate(_forms(on))}
+    for (label, view), fp8 in itertools.product(views.items(), (E4M3, E5M2)):
+        yield Sample(f"{label}, {_short(fp8)}", (view, torch.tensor(3.7, device=on), fp8))
 
 
 @_of("cast_with_scales")
 def _casts_of_every_scale(on: torch.device) -> Iterator[Sample]:
-    kinds: tuple[dict[str, Any], ...] = (
-        {"granularity": ROW.value},
-        {"granularity": ROW.value, "power_of_2": False},
-        {"granularity": ROW.value, "power_of_2": False, "inverse": "divide", "epsilon": 1e-4},
-        {"granularity": ONE.value},
-        {"granularity": TWO.value, "power_of_2": False},
-        {"granularity": TWO.value, "power_of_2": False, "inverse": "multiply"},
-        {"granularity": MX.value},
-        {"granularity": MX.value, "square": True},
+    kinds: tuple[tuple[Granularity, dict[str, Any]], ...] = (
+        (ROW, {}),
+        (ROW, {"power_of_2": False, "inverse": "divide", "epsilon": 1e-4}),
+        (ONE, {}),
+        (TWO, {"power_of_2": False}),
+        (TWO, {"power_of_2": False, "inverse": "multiply"}),
+        (MX, {}),
     )
     x = _with_non_finite(_matrix(on, 130, 200))
-    for options, fp8 in itertools.product(kinds, (E4M3, E5M2)):
+    for (kind, how), fp8 in itertools.product(kinds, (E4M3, E5M2)):
+        options = {"granularity": kind.value, **how}
         label = ", ".join([*(f"{key} {value}" for key, value in options.items()), _short(fp8)])
         yield Sample(f"ragged, both, {label}", ([x], fp8), {"columnwise": True, "pad_rows": True, "pad_cols": True, **options})
-        yield Sample(f"many, columnwise, {label}", ([x, x[:128, :128]], fp8), {"rowwise": False, "columnwise": True, **options})
+        many = [x[:128, :128].contiguous(), _matrix(on, 256, 128)]  # whole blocks
+        yield Sample(f"many, columnwise, {label}", (many, fp8), {"rowwise": False, "columnwise": True, **options})
 
 
 @_of("amax_rowwise", "cast_lines_rowwise")
@@ -300,10 +286,10 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
 def _scales_of_amaxes(on: torch.device) -> Iterator[Sample]:
     random = torch.exp2(40 * torch.randn(300, device=on))  # whose quotients round
     vector = torch.cat([torch.tensor(_EDGES, device=on), random[random.isfinite()]])
-    matrix = vector[:280].view(20, 14)
-    views = {"edges": vector, "one": vector[6], "of one": vector[1:2], "later ones": vector[5:], "every third": vector[::3]}
-    views |= {"a transpose": matrix.t(), "columns": matrix[:, 2:9], "none": vector[:0], "repeated": vector[6].expand(4)}
-    views |= {"bfloat16": vector[:200].bfloat16(), "float64": vector[:200].double(), "largest": vector[9:11]}
+    views = {"edges": vector, "later ones": vector[5:], "every third": vector[::3], "one": vector[6]}
+    views |= {"a transpose": vector[:280].view(20, 14).t(), "largest": vector[9:11]}
+    views |= {"columns": vector[:280].view(20, 14)[:, 2:9], "none": vector[:0], "repeated": vector[6].expand(4)}
+    views |= {"bfloat16": vector[:200].bfloat16(), "float64": vector[:200].double()}
     kinds: list[dict[str, Any]] = [
         {"margin": margin, "epsilon": epsilon, "power_of_2": power_of_2}
         for margin, epsilon, power_of_2 in itertools.product((0, 3, -2, 20), (0.0, 1e-2), (False, True))
@@ -339,13 +325,8 @@ def _vectors(name: str, on: torch.device) -> Iterator[Sample]:
 @_of("record_amax")
 def _records(on: torch.device) -> Iterator[Sample]:
     amax, slots = torch.full((200,), 4.0, device=on), torch.arange(199, -1, -1, device=on)
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "three": [()] * 3,
-        "three vectors": [(3,), (1,), (9,)],
-        "three in parts": [(64,), (7, 3), (2049,)],
-    }
-    for label, of_each in shapes.items():
-        observed = [10 * torch.rand(shape, device=on) for shape in of_each]
+    for label, sizes in {"three": ((), (), ()), "vectors": (3, 1, 9), "in parts": (64, (7, 3), 2049)}.items():
+        observed = [10 * torch.rand(size, device=on) for size in sizes]  # type: ignore[call-overload]
         yield Sample(label, (amax, slots, observed, [7, 20, 0]), {"in_parts": "parts" in label})
     for index in ([0], [3, 4, 5], [7, 2, 9], [5, 5, 6], list(range(20, 170)), list(range(0, 200, 2)), [199]):
         values = [torch.tensor(float(7 * i % 11), device=on) for i in range(len(index))]
@@ -389,25 +370,18 @@ def _gemms(on: torch.device) -> Iterator[Sample]:
 
 
 @_of("scaled_mm")
-def _blockwise_gemms(on: torch.device) -> Iterator[Sample]:
-    for (where, (m, k, n)), pair in itertools.product((SIZES | _EMPTY).items(), ((ONE, TWO), (ONE, ONE), (TWO, ONE))):
+def _gemms_of_blocks(on: torch.device) -> Iterator[Sample]:
+    pairs = ((ONE, TWO), (ONE, ONE), (TWO, ONE), (MX, MX))
+    for (where, (m, k, n)), pair in itertools.product((SIZES | _EMPTY).items(), pairs):
         (a, scale_a), (b, scale_b) = (
-            cast_with_scales([torch.randn(size, k, device=on)], E4M3, granularity=kind.value, pad_rows=size == n)
-            for size, kind in zip((m, n), pair, strict=True)
+            cast_with_scales([_matrix(on, *size)], E4M3, granularity=kind.value, pad_rows=kind is not MX and size[0] == n)
+            for size, kind in zip(((m, k), (n, k)), pair, strict=True)
         )
-        for how in ("auto", "triton") if on.type == "cuda" else ("auto",):
+        for how in ("auto", "triton") if on.type == "cuda" and MX not in pair else ("auto",):
             label = f"{where}, {pair[0].label} by {pair[1].label}, {how}"
             options = {"granularity_a": pair[0].value, "granularity_b": pair[1].value, "implementation": how}
-            yield Sample(label, (a, b.t(), scale_a, scale_b), options, None if where in _EMPTY else GEMM_ERROR)
-
-
-@_of("scaled_mm")
-def _mx_gemms(on: torch.device) -> Iterator[Sample]:
-    for where, (m, k, n) in (SIZES | _EMPTY).items():
-        (a, scale_a), (b, scale_b) = (cast_with_scales([_matrix(on, size, k)], E4M3, granularity=MX.value) for size in (m, n))
-        kinds = {"granularity_a": MX.value, "granularity_b": MX.value}
-        bound = None if where in _EMPTY else GEMM_ERROR
-        yield Sample(f"{MX.label}, {where}", (a, b.t(), scale_a, scale_b), kinds, bound, needs_mx=True)
+            bound = None if where in _EMPTY else GEMM_ERROR
+            yield Sample(label, (a, b.t(), scale_a, scale_b), options, bound, needs_mx=MX in pair)
 
 
 def offsets(on: torch.device) -> torch.Tensor:
