@@ -3,10 +3,7 @@
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-
-import pytest
 
 from tests.support.cuda_errors import SPOILT
 
@@ -45,31 +42,20 @@ def test_on_a_gpu(gpu, number):
 
 
 def run(folder, *options):
-    """What pytest printed, its exit status, and the tags of what came of each case."""
+    """What pytest printed, and its exit status."""
     (folder / "conftest.py").write_text(_CONFTEST)
     (folder / "test_gpu.py").write_text(_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "-c", "/dev/null"]
-    command += [*options, "--junitxml", str(folder / "junit.xml"), str(folder)]
     # Without what says that this test itself runs in a worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(ROOT)
+    command += [*options, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    cases = ElementTree.parse(folder / "junit.xml").iter("testcase")
-    return done.stdout, done.returncode, {str(case.get("name")): [child.tag for child in case] for case in cases}
-
-
-def test_a_worker_is_replaced(tmp_path):
-    pytest.importorskip("xdist")
-    printed, _, outcomes = run(tmp_path, "-n", "1")
-    assert [name for name, tags in outcomes.items() if {"failure", "error"} & set(tags) and "[3]" not in name] == [], printed
-    assert {f"test_on_a_gpu[{i}]" for i in range(8)} <= outcomes.keys()
-    assert "7 passed" in printed
-    assert "test_on_a_gpu[3]" in printed
+    return done.stdout, done.returncode
 
 
 def test_without_workers_pytest_ends_with_what_it_has(tmp_path):
-    printed, status, outcomes = run(tmp_path, "-p", "no:xdist")
+    printed, status = run(tmp_path, "-p", "no:xdist")
     assert status == SPOILT
     assert "a CUDA error has spoilt the process, later tests would fail falsely" in printed
-    assert len(outcomes) == 4
-    assert sum("failure" in tags for tags in outcomes.values()) == 1
+    assert "1 failed, 3 passed" in printed

@@ -1,7 +1,5 @@
 """The table of hand-made mutations: each still applies, and names tests that exist. `make` runs them, not this file."""
 
-import pytest
-
 from tests.support.cases import each
 from tests.support.mutants import MUTANTS
 from tests.support.product_mutations import ROOT, arguments, mutated
@@ -22,10 +20,3 @@ def test_the_tests_of_a_mutation_exist(mutant):
     files = [word for word in arguments(mutant.tests) if word.startswith("tests/")]
     assert files
     assert all((ROOT / file).exists() for file in files), files
-
-
-def test_a_text_that_is_gone_is_an_error():
-    import dataclasses
-
-    with pytest.raises(ValueError, match="occurs 0 times in"):
-        mutated(dataclasses.replace(MUTANTS[0], old="no such text"))

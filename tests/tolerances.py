@@ -14,10 +14,6 @@ SCALED_MM = {
     torch.float16: 1e-2,
 }
 
-#: The same with fast accumulation on a GPU: all of K is added in those 13 bits, never promoted to float32. Simulated,
-#: the error grows with K, to 1.3e-2 for K = 16384, the longest of the tests.
-FAST_SCALED_MM = dict.fromkeys(SCALED_MM, 2e-2)
-
 #: Largest relative error of the eager reference GEMM: float32 sums of exact products, rounded once to `out_dtype`.
 REFERENCE_MM = {
     # k float32 additions, each within 2**-24: far below 1e-5 for the k of the tests.
@@ -40,9 +36,6 @@ SQNR_MODEL_OUTPUT = 18.0
 #: dB; every gradient of a whole model that is not negligible: all the forward's noise and E5M2 in each backward GEMM.
 SQNR_MODEL_GRADIENT = 12.0
 
-#: dB; the gradients of two linears with an activation and dropout between them: two GEMMs' noise, one operand in E5M2.
-SQNR_TWO_LINEARS_GRADIENT = 15.0
-
 #: dB; generated GPU code against the same rewrite run eagerly. The two add in another order and round what they fuse
 #: less often: float32 differs by some 130 dB, until a value falls on the other side of an FP8 rounding (an eighth or a
 #: quarter of that element), which a backward of several GEMMs spreads. In bfloat16 eager operations round each
@@ -52,14 +45,6 @@ SQNR_EMULATED = {torch.float32: 35.0, torch.bfloat16: 20.0}
 #: A parameter's gradient is negligible below this part of the largest norm among the gradients: it is what is left of
 #: large terms that cancel (a key's bias has none in exact arithmetic), and their noise does not cancel.
 NEGLIGIBLE_GRADIENT = 1e-3
-
-#: Largest part of the bytes that bfloat16 saves for backward of a transformer block, where the FP8 copies of weights are not
-#: saved or, with Parameters counted, replace those in bfloat16: norms, activations and attention keep their own tensors.
-SAVED_WITHOUT_WEIGHTS = 0.7
-
-#: Largest relative difference of a loss that Inductor computes from the same values in two programs: it fuses them
-#: differently and so rounds norms differently.
-REORDERED_LOSS = 1e-3
 
 #: Largest relative difference of losses resumed on another number of ranks: gradients are averaged in another order, and some
 #: values fall on the other side of an FP8 rounding.
@@ -71,10 +56,6 @@ EMULATED_AMAX = 1e-2
 
 #: Percent; the final loss of a training against that in high precision (docs/numerics.md).
 LOSS_PERCENT = 1.0
-
-#: Growth of the calls of the pass beyond proportion to the number of layers: what is done once per graph, and the logarithm of
-#: sorted containers.
-LINEAR_CALLS = 1.1
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,7 +1,5 @@
 """A small transformer without attention, its batches, and the ways to spread it over ranks."""
 
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,13 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 32, 32, 16, 4
 
@@ -24,7 +16,7 @@ class Block(nn.Module):
     def __init__(self, bias: bool):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias), nn.Linear(WIDTH, 2 * WIDTH, bias)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias) for _ in range(2))
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias)
 
     def forward(self, x):
@@ -33,10 +25,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2, bias: bool = False):
+    def __init__(self, bias: bool = False):
         super().__init__()
         self.emb = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(bias) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -47,9 +39,9 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def seeded(**options) -> Net:
+def seeded(bias: bool = False) -> Net:
     torch.manual_seed(0)
-    return Net(**options)
+    return Net(bias)
 
 
 def loss_of(model, step: int, shard: int = 0, num_shards: int = 1):
@@ -59,22 +51,19 @@ def loss_of(model, step: int, shard: int = 0, num_shards: int = 1):
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), (tokens.flatten() + 3) % VOCABULARY)
 
 
-def tensor_parallel(model: Net, mesh, sequence: bool) -> None:
-    """Megatron's plan; with `sequence` activations between the linears are sharded along the tokens."""
+def tensor_parallel(model: Net, mesh, sequence: bool, **options) -> None:
+    """Megatron's plan; with `sequence` activations between the linears are sharded along the tokens.
+    options: of all modules but the head."""
+    into = ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), **options)
+    out = RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate(), **options)
+    plan = {"layers.*.gate": into, "layers.*.up": into, "layers.*.down": out}
     if sequence:
-        plan = {
-            "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
+        plan |= {
+            "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **options),
+            "layers.*.norm": SequenceParallel(**options),
+            "norm": SequenceParallel(**options),
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
-    else:
-        plan = {}
-    for i in range(len(model.layers)):
-        into = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
-        out = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
-        plan |= {f"layers.{i}.gate": into, f"layers.{i}.up": into, f"layers.{i}.down": out}
-        if sequence:
-            plan[f"layers.{i}.norm"] = SequenceParallel()
     parallelize_module(model, mesh, plan)
 
 
@@ -85,22 +74,12 @@ class Gathered:
         self.name, self.dtype = name, dtype
 
     def __get__(self, module, owner):
-        return self.whole(module._parameters[self.name])
-
-    def whole(self, sharded):
+        sharded = module._parameters[self.name]
         whole = sharded.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=torch.float32)
         return whole.to_local(grad_placements=[Partial()])
 
 
-class GatheredAgain(Gathered):
-    """The same, and backward gathers it again, as with SimpleFSDP's `reshard_after_forward`."""
-
-    def __get__(self, module, owner):
-        contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
-        return checkpoint(self.whole, module._parameters[self.name], use_reentrant=False, context_fn=contexts)
-
-
-def simple_fsdp(model: nn.Module, mesh, dtype=None, kind=Gathered) -> nn.Module:
+def simple_fsdp(model: nn.Module, mesh, dtype=None) -> nn.Module:
     """Shard every Parameter along its rows; each module gathers its own where it reads them."""
     for module in list(model.modules()):
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -108,25 +87,26 @@ def simple_fsdp(model: nn.Module, mesh, dtype=None, kind=Gathered) -> nn.Module:
             module.register_parameter(name, nn.Parameter(distribute_tensor(module._parameters[name], mesh, [Shard(0)])))
         if names:
             base = type(module)
-            module.__class__ = type(f"Gathering{base.__name__}", (base,), {name: kind(name, dtype) for name in names})
+            module.__class__ = type(f"Gathering{base.__name__}", (base,), {name: Gathered(name, dtype) for name in names})
     return model
 
 
-def spread(model: Net, kind: str, compile_, size: int | None = None):
+def spread(model: Net, kind: str, compile_):
     """The model spread over the ranks and compiled: (what to call, which shard of the batch, of how many)."""
-    rank, size = dist.get_rank(), size or dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     if kind.startswith("ddp"):
         torch._dynamo.config.optimize_ddp = kind == "ddp"
         dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # so that the small model has several buckets, as a large one has
         return compile_(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)), rank, size
-    if kind in ("tp", "sp"):
-        tensor_parallel(model, init_device_mesh("cpu", (size,)), kind == "sp")
+    if kind in ("tp", "sp of DTensors"):  # torch needs them between modules where ranks do not divide the tokens
+        options = {} if kind == "tp" else {"use_local_output": False}
+        tensor_parallel(model, init_device_mesh("cpu", (size,)), kind != "tp", **options)
         return compile_(model), 0, 1
     if kind == "fsdp":
         mesh, shard, shards = init_device_mesh("cpu", (size,)), rank, size
     else:  # two by two
         both = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "model"))
-        tensor_parallel(model, both["model"], "sp" in kind)
+        tensor_parallel(model, both["model"], sequence=False)
         mesh, shard, shards = both["data"], both["data"].get_local_rank(), 2
     for i, layer in enumerate(model.layers):
         if kind.endswith("block"):

@@ -27,29 +27,21 @@ class RanksFailed(AssertionError):
 
 
 def run_on_ranks(
-    function: Callable[..., Any],
-    num_ranks: int,
-    *args: Any,
-    timeout: float = 900,
-    group_timeout: float = 120,
-    fresh: bool = False,
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 900, fresh: bool = False
 ) -> list[Any]:
     """`function(rank, *args)` on each rank; results by rank. Raises RanksFailed with every trace if a rank failed.
 
     function: A top-level function of its file.
     timeout: Seconds until all must have finished.
-    group_timeout: That of torch's collectives.
     fresh: In processes of its own: for what destroys groups, replaces parts of modules, or should fail.
     """
-    key = num_ranks, group_timeout
-    ranks = None if fresh else _kept.pop(key, None)
-    ranks = ranks or _Ranks(num_ranks, group_timeout)
+    ranks = (None if fresh else _kept.pop(num_ranks, None)) or _Ranks(num_ranks)
     outcomes = ranks.run(function, args, timeout, is_last=fresh)
     failed = [f"--- rank {i}: {o.error}\n{o.trace}" for i, o in enumerate(outcomes) if o.error]
     if fresh or failed:
         ranks.end()
     else:
-        _kept[key] = ranks
+        _kept[num_ranks] = ranks
     if failed:
         raise RanksFailed("\n".join(failed))
     return [o.value for o in outcomes]
@@ -81,22 +73,6 @@ def everyone(value: Any) -> list[Any]:
     return found
 
 
-def outcomes_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 900, group_timeout: float = 120
-) -> list[Outcome]:
-    """The same on fresh ranks with an Outcome per rank, for runs that should fail."""
-    ranks = _Ranks(num_ranks, group_timeout)
-    outcomes = ranks.run(function, args, timeout, is_last=True)
-    ranks.end()
-    return outcomes
-
-
-def end_ranks() -> None:
-    """Those that wait for another run end."""
-    while _kept:
-        _kept.popitem()[1].end()
-
-
 def nothing(rank: int) -> None:
     """What ranks run that should start and no more."""
 
@@ -111,21 +87,21 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ranks are those of one file."""
-    if nextitem is None or nextitem.path != item.path:
-        end_ranks()
+    while _kept and (nextitem is None or nextitem.path != item.path):
+        _kept.popitem()[1].end()
 
 
 class _Ranks:
     """Processes that wait for a function to run."""
 
-    def __init__(self, num_ranks: int, group_timeout: float):
+    def __init__(self, num_ranks: int):
         context = _server()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._processes, self._pipes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(theirs, rank, num_ranks, store, group_timeout), daemon=True)
+            process = context.Process(target=rank_main, args=(theirs, rank, num_ranks, store), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -147,8 +123,8 @@ class _Ranks:
         self._folder.cleanup()
 
 
-_kept: dict[tuple[int, float], _Ranks] = {}
-"""Of (number of ranks, timeout of the group): those that the last run left."""
+_kept: dict[int, _Ranks] = {}
+"""By their number: those that the last run left."""
 
 
 def _outcome(process: Any, pipe: Connection, deadline: float) -> Outcome:

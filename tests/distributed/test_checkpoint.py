@@ -1,141 +1,131 @@
-"""torch.distributed.checkpoint of model, optimizer and FP8 state, and training that goes on from it."""
+"""What several ranks leave behind: checkpoints from which training goes on, a cache that starts are warm by, and exports."""
 
-import contextlib
+import functools
+import json
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
-from fp8pass import DelayedScaling, Format, fp8_compile, state
-from fp8pass.errors import CheckpointMismatchError
-from tests.distributed.models import loss_of, seeded, spread, train
-from tests.distributed.support import run_on_ranks
-from tests.support.cases import rest
+from fp8pass import DelayedScaling, export_fp8, fp8_compile, inspect, state, state_dict_fp8
+from tests.distributed.models import loss_of, seeded, simple_fsdp, spread, train
+from tests.distributed.support import RanksFailed, on_ranks, run_on_ranks
 from tests.support.training import same
 from tests.tolerances import RESHARDED_LOSS
 
 pytestmark = pytest.mark.dist
 SAVED_AT, STEPS = 4, 8
+LONG = DelayedScaling(amax_history_len=3)
 
 
-def build(kind, recipe):
-    model = seeded()
-    compile_ = lambda m: fp8_compile(m, recipe, backend="aot_eager")  # noqa: E731
-    compiled, shard, num_shards = (compile_(model), 0, 1) if kind == "single" else spread(model, kind, compile_)
+def build(kind, recipe, **options):
+    """A model that is spread over the ranks in a way, what is compiled, and which part of a batch it gets, of how many."""
+    torch._dynamo.reset()
+    model, compile_ = seeded(), functools.partial(fp8_compile, recipe=recipe, **{"backend": "aot_eager"} | options)
+    if kind in ("single", "simple fsdp"):
+        return model, compile_(model if kind == "single" else simple_fsdp(model, init_device_mesh("cpu", (2,)))), 0, 1
+    return model, *spread(model, kind, compile_)
+
+
+# -- checkpoints
+
+
+def trained(rank, kind, recipe, folder, resumes=False):
+    """Losses after the checkpoint, and the state in the end, of a run that is not interrupted, or resumed from it."""
+    model, compiled, *shards = build(kind, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, compiled, optimizer, shard, num_shards
-
-
-def snapshot(compiled):
-    view = state(compiled)
-    return {n: (view.amax_history(n)[1:], view.scale(n)) for n in view.tensors}
-
-
-def trained(rank, kind, recipe, folder, resumes=False, warm=False):
-    """Losses after the checkpoint, and the state in the end, of a run that is not interrupted, or resumed from it: warm, where
-    the model has trained already."""
-    model, compiled, optimizer, *shards = build(kind, recipe)
-    if not resumes or warm:
-        train(compiled, None, range(2 if resumes else SAVED_AT), *shards, optimizer)
+    if not resumes:
+        train(compiled, None, range(SAVED_AT), *shards, optimizer)
     weights, moments = get_state_dict(model, optimizer)
-    parts = {"model": weights, "optimizer": moments} | ({} if resumes and not warm else {"fp8": state(compiled)})
+    parts = {"model": weights, "optimizer": moments}
     if resumes:
         dcp.load(parts, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        if not warm:
-            state(compiled).load_checkpoint(folder)
+        state(compiled).load_checkpoint(folder)
     else:
-        dcp.save(parts, checkpoint_id=folder)
-    losses = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer)
-    return losses, snapshot(compiled)
+        dcp.save(parts | {"fp8": state(compiled)}, checkpoint_id=folder)
+    losses, view = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer), state(compiled)
+    return losses, {n: (view.amax_history(n)[1:], view.scale(n)) for n in view.tensors}
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe", "warm"),
-    [
-        ("ddp", DelayedScaling(amax_history_len=3), False),
-        ("fsdp", DelayedScaling(amax_history_len=3), False),
-        ("tp", DelayedScaling(amax_history_len=3), True),
-        ("ddp", DelayedScaling(amax_history_len=3, reduce_amax=False), False),
-    ],
-)
-def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
+OWN = DelayedScaling(amax_history_len=3, reduce_amax=False)
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("fsdp", LONG), ("tp", LONG), ("ddp", OWN)], ids=str)
+def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe):
     before = run_on_ranks(trained, 2, kind, recipe, str(tmp_path))
-    assert same(run_on_ranks(trained, 2, kind, recipe, str(tmp_path), True, warm), before)
+    assert same(run_on_ranks(trained, 2, kind, recipe, str(tmp_path), True), before)
     assert same(before[0][1], before[1][1]) == recipe.reduce_amax
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_ranks", "kind_after", "num_ranks_after"),
-    [
-        ("ddp", 2, "single", 1),
-        ("fsdp", 2, "fsdp", 4),
-        *rest([("sp", 2, "single", 1), ("fsdp+tp", 4, "fsdp", 2)]),
-    ],
-)
-def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after, num_ranks_after):
-    recipe = DelayedScaling(amax_history_len=3)
-    losses, scales = run_on_ranks(trained, num_ranks, kind, recipe, str(tmp_path))[0]
-    for again, scales_again in run_on_ranks(trained, num_ranks_after, kind_after, recipe, str(tmp_path), True):
+@pytest.mark.parametrize(("kind", "num_ranks", "kind_after", "num_after"), [("ddp", 2, "single", 1), ("fsdp+tp", 4, "fsdp", 2)])
+def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after, num_after):
+    losses, scales = run_on_ranks(trained, num_ranks, kind, LONG, str(tmp_path))[0]
+    for again, scales_again in run_on_ranks(trained, num_after, kind_after, LONG, str(tmp_path), True):
         assert losses == pytest.approx(again, rel=RESHARDED_LOSS)
         assert scales.keys() == scales_again.keys()
 
 
-def with_two_formats(rank, folder, reduce_amax, resumes):
-    """Output gradients in E5M2 for one GEMM and in E4M3 for the other. What is saved after two steps, and the state of a run
-    that goes on for another two."""
-    options = {"amax_history_len": 3, "reduce_amax": reduce_amax}
-    rules = {"*:grad_weight": DelayedScaling(fp8_format=Format.E4M3, **options)}
-    compiled = fp8_compile(seeded(), DelayedScaling(**options), rules=rules, backend="aot_eager", select="all")
-    if resumes:
-        state(compiled).load_checkpoint(folder)
-    else:
-        for step in range(2):
-            loss_of(compiled, step, rank, 2).backward()
-        dcp.save({"fp8": state(compiled)}, checkpoint_id=folder)
-    saved = state(compiled).state_dict()
-    for step in range(2, 4):
-        loss_of(compiled, step, rank, 2).backward()
-    return saved, state(compiled).state_dict()
+# -- warm starts
+
+BYPASSED = "bypassed: torch caches no such graph: Won't cache a graph with fakify_first_call enabled"
+#: How a model is spread, its recipe and options.
+STARTS = [("fsdp", "current", {"fsdp_gather": "fp8"}), ("simple fsdp", "delayed", {})]
 
 
-@pytest.mark.parametrize(("num_ranks", "reduce_amax"), [(2, True), (2, False)])
-def test_a_tensor_in_two_formats_resumes_bit_for_bit(tmp_path, num_ranks, reduce_amax):
-    straight, again = (run_on_ranks(with_two_formats, num_ranks, str(tmp_path), reduce_amax, resumes) for resumes in (0, 1))
-    owner = "" if reduce_amax else "@0"
-    assert {f"head:grad_output.scale{owner}", f"head:grad_output@recipe1.scale{owner}"} <= straight[0][0].keys()
-    for (saved, end), (loaded, end_again) in zip(straight, again, strict=True):
-        assert saved.keys() == loaded.keys()
-        assert end.keys() == end_again.keys()
-        # Where ranks reduce, each has the largest staged amax of all ranks after loading: what the boundary makes of them.
-        assert all(saved[k].equal(loaded[k]) for k in saved if ".staged" not in k)
-        assert all(end[k].equal(end_again[k]) for k in end)
+@pytest.mark.exhaustive
+@on_ranks(2, fresh=True)
+def test_two_ranks_share_a_cache_and_hit_on_their_second_start(rank, tmp_path):
+    """With the same numbers and the same table."""
+    for kind, recipe, options in STARTS:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / kind.replace(" ", "-"))
+        uses, found = [], []
+        with functorch_config.patch(enable_autograd_cache=True):
+            for _ in range(2):
+                model, compiled, *shards = build(kind, recipe, backend="inductor", **options)
+                losses, seen = train(compiled, model.parameters(), range(3), *shards), inspect(compiled)
+                uses.append(set(seen.cache.values()))
+                found.append((losses, seen.to_dict()["gemms"]))
+        assert uses[1] == {"hit"}, kind
+        assert uses[0] <= {"miss", "hit", BYPASSED}, "a rank may find what the other has just written"
+        assert same(*found), kind
 
 
-def own_state():
-    return fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
+# -- exports: shards are gathered, rank 0 writes, tensors are those of one process
 
 
-def save_own_state(rank, folder):
-    compiled = own_state()
-    loss_of(compiled, 0).backward()
-    dcp.save({"fp8": state(compiled)}, checkpoint_id=folder)
+def exported(rank, kind, recipe, folder):
+    """(tensors after a step's forward and backward, files that this rank wrote, what is kept and why)."""
+    # With FSDP2 the head runs between graphs.
+    _, compiled, *shards = build(kind, recipe, rules=None if kind == "fsdp" else {"head": None})
+    loss_of(compiled, 0, *shards).backward()
+    tensors = {name: tensor.clone() for name, tensor in state_dict_fp8(compiled)}
+    report = export_fp8(compiled, folder)
+    dist.barrier()
+    return {n: (t.dtype, t.flatten().view(torch.uint8).tolist()) for n, t in tensors.items()}, report.files, report.kept
 
 
-def load_on_more_ranks(rank, folder):
-    lacks = pytest.raises(CheckpointMismatchError, match=f"none for rank {rank}")
-    with lacks if rank > 1 else contextlib.nullcontext():
-        state(own_state()).load_checkpoint(folder)
+@pytest.mark.parametrize(("kind", "recipe"), [("fsdp", "delayed"), ("ddp", "rowwise")])
+def test_ranks_export_what_one_process_does(kind, recipe, tmp_path):
+    ((single, *_),) = run_on_ranks(exported, 1, "single", recipe, tmp_path / "one")
+    results = run_on_ranks(exported, 2, kind, recipe, tmp_path / kind)
+    assert [files for _, files, _ in results] == [["model.safetensors"], []]
+    for tensors, _, kept in results:
+        assert tensors == single
+        assert kept.keys() == {"emb.weight", "head.weight"}
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", kind)]
+    assert files[0] == files[1]
+    config = json.loads((tmp_path / kind / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["head"]
 
 
-def load_too_early(rank, folder):
-    with pytest.raises(Exception, match="load_checkpoint"):
-        dcp.load({"fp8": state(own_state())}, checkpoint_id=folder)
-
-
-def test_states_of_single_ranks_need_as_many_ranks_and_a_state_to_load_into(tmp_path):
-    run_on_ranks(save_own_state, 2, str(tmp_path))
-    run_on_ranks(load_on_more_ranks, 4, str(tmp_path))
-    run_on_ranks(save_own_state, 1, str(tmp_path / "one"))
-    run_on_ranks(load_too_early, 1, str(tmp_path / "one"))
+def test_shards_of_tensor_parallelism_are_refused(tmp_path):
+    """A rank's GEMM reads a shard, with a scale of its own."""
+    with pytest.raises(RanksFailed, match=r"reads \[32, 32\] of its \[64, 32\], a shard"):
+        run_on_ranks(exported, 2, "tp", "current", tmp_path, fresh=True)
+    assert not list(tmp_path.iterdir())

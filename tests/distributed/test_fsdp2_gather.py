@@ -1,47 +1,138 @@
-"""FSDP2 gathers weights in FP8: what travels, counted at the collective, and the same bits as by gathering first."""
+"""FSDP2 gathers weights in FP8: what travels, counted at the collective, the same bits as by gathering first, and what others
+read of a Parameter meanwhile: its own value."""
+
+import contextlib
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    fp8_compile,
-    inspect,
-    monitor,
-    state,
-    use_rules,
-)
+from fp8pass import inspect, state
 from fp8pass.errors import OptionError
-from fp8pass.options import CompileOptions
-from fp8pass.runtime.session import Session
-from tests.distributed.fsdp2 import (
-    WIDTH,
-    Run,
-    batch,
-    blocks,
-    both,
-    casts_of_weights,
-    counted,
-    equal,
-    load,
-    reasons,
-    sharded,
-    wide,
-)
 from tests.distributed.support import on_ranks, run_on_ranks
+from tests.support.models import Net
+from tests.support.training import fp8
 
 pytestmark = pytest.mark.dist
-# -- the same bits, half the bytes
-
 BF16, F32 = torch.bfloat16, torch.float32
+WIDTH, WIDE = 64, 256
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def sharded(dtype=torch.bfloat16, make=blocks, **options):
+    model = make()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that this rank gives each all-gather of FSDP2's, and its calls of dist.all_reduce."""
+    sent, reductions, gatherer = [], [], collectives.DefaultAllGather
+    gather, reduce = gatherer.__call__, dist.all_reduce
+
+    def count(self, output_tensor, input_tensor, *args, **kwargs):
+        sent.append(input_tensor.nbytes)
+        return gather(self, output_tensor, input_tensor, *args, **kwargs)
+
+    def count_reduction(tensor, *args, **kwargs):
+        reductions.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(gatherer, "__call__", count), mock.patch.object(dist, "all_reduce", count_reduction):
+        yield sent, reductions
+
+
+def wide():
+    """Each of two ranks has whole 128x128 blocks of its weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(WIDE))
+
+
+def batch(step, width=WIDTH):
+    """The rank's own."""
+    return torch.randn(32, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+class Run:
+    """A model that trains, with all that it computes and sends."""
+
+    def __init__(self, recipe, gather, model, **options):
+        torch._dynamo.reset()
+        self.model, self.width = model, next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
+        self.compiled = fp8(model, recipe, fsdp_gather=gather, **options)
+        self.results, self.sent, self.reductions = [], [], []
+        self.renew()
+
+    def renew(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def learn(self, y):
+        """A step by an output of the model."""
+        loss = y.float().square().mean()
+        loss.backward()
+        self.results += [loss.detach(), *(p.grad.to_local().clone() for p in self.model.parameters())]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, *steps):
+        for step in steps:
+            with counted() as (sent, reductions):
+                self.learn(self.compiled(batch(step, self.width)))
+            self.sent.append(sent)
+            self.reductions.append(reductions)
+        return self
+
+    def forward(self, model, step):
+        with counted() as (sent, _), torch.no_grad():
+            self.results.append(model(batch(step, self.width)).clone())
+        return sent
+
+
+def both(recipe, make, **options):
+    """A run with gathers in FP8, and one without, each of a model of its own."""
+    return [Run(recipe, gather, make(), **options) for gather in ("fp8", None)]
+
+
+def reasons(run):
+    """Module -> why its weight travels as it is."""
+    return {g.module: g.reason for graph in inspect(run.compiled).graphs for g in graph.gathers}
+
+
+def differing(ours, theirs):
+    """The numbers of the results that are not bit for bit the same."""
+    return [i for i, (a, b) in enumerate(zip(ours.results, theirs.results, strict=True)) if not a.equal(b)]
+
+
+def equal(ours, theirs):
+    return differing(ours, theirs) == []
+
+
+# -- the same bits, half the bytes
 
 
 def busy(run):
@@ -65,20 +156,14 @@ def travels(rank, num_ranks, cases):
         ours, plain = both(recipe, lambda dtype=dtype: sharded(dtype))
         (eager, evaluated), (usual_eager, _) = busy(ours), busy(plain)
         assert equal(ours, plain)
-        size = dtype.itemsize
-        usual, expected = (weights + rest) * size, weights + rest * size
+        usual, expected = (weights + rest) * dtype.itemsize, weights + rest * dtype.itemsize
         assert [set(step) for step in plain.sent] == [{usual}] * 5
         assert [set(step) for step in ours.sent] == [{usual}] + [{expected}] * 4, "the first forward's scales are its own"
         assert (evaluated, eager) == ([expected] * 2, usual_eager), "an eager call gets the Parameters as they are"
         assert all(len(r) == 1 for r in ours.reductions[1:]), "one all-reduce per step for all scales"
         assert ours.reductions[1] == ([4096] if recipe == "delayed" else [4])
-        report = inspect(ours.compiled)
-        assert casts_of_weights(report.graphs) == 0 < casts_of_weights(inspect(plain.compiled).graphs)
-        one, gathers = (num_ranks - 1) * rows * 64, [g for graph in report.graphs for g in graph.gathers]
-        first = gathers[0]
-        assert (first.tensor, first.bytes_before, first.bytes_after, first.reason) == ("0.up:weight", one * size, one, None)
-        assert {g.tensor for g in gathers} == {f"{i}.{name}:weight" for i in (0, 1) for name in ("up", "down")}
-        assert "4 all-gathers send FP8" in str(report)
+        assert reasons(ours) == {f"{i}.{name}": None for i in (0, 1) for name in ("up", "down")}
+        assert "4 all-gathers send FP8" in str(inspect(ours.compiled))
 
 
 @pytest.mark.parametrize(
@@ -87,51 +172,6 @@ def travels(rank, num_ranks, cases):
 def test_fp8_travels_and_no_bit_changes(num_ranks, cases):
     """Three ranks have shards of different sizes."""
     run_on_ranks(travels, num_ranks, num_ranks, cases)
-
-
-#: Recipe -> bytes of scales that travel with a rank's part of a weight [rows, columns], before the forward and the backward.
-WITH_SCALES = {
-    Float8BlockScaling(): lambda rows, columns: [rows * columns // 128**2 * 4] * 2,
-    MXFP8BlockScaling(enable_2d_quantization=True): lambda rows, columns: [rows * columns // 32**2] * 2,
-    Float8BlockScaling(w_block_scaling_dim=1): lambda rows, columns: [rows * columns // 128 * 4] * 2,
-    MXFP8BlockScaling(): lambda rows, columns: [rows * columns // 32] * 2,
-    Float8RowwiseScaling(use_power_2_scales=False): lambda rows, columns: [rows * 4, 0],
-}
-
-
-def scales_travel(rank, num_ranks, width, numbers):
-    for recipe in (list(WITH_SCALES)[number] for number in numbers):
-        ours, plain = both(recipe, lambda: sharded(make=lambda: wide(width)))
-        for run in (ours, plain):
-            run.steps(0, 1, width=width)
-            run.results.append(run.forward_of(run.compiled, 20, width))
-            run.steps(2, width=width)
-        graphs = inspect(ours.compiled).graphs
-        assert equal(ours, plain), recipe
-        assert casts_of_weights(graphs) == 0 < casts_of_weights(inspect(plain.compiled).graphs)
-        shard = 2 * width * width // num_ranks  # elements of either weight
-        rest = 2 * (2 * width + 2 * width) // num_ranks  # bytes of a bias and a norm
-        usual = [4 * shard + rest] * 2
-        assert plain.sent == [usual] * 3
-        sizes = ((2 * width, width), (width, 2 * width))
-        scales = [WITH_SCALES[recipe](rows // num_ranks, columns) for rows, columns in sizes]
-        moved = [2 * shard + rest + sum(of_gather) for of_gather in zip(*scales, strict=True)]
-        assert ours.sent == [usual, moved, moved], recipe
-        others = num_ranks - 1
-        expected = [(2 * others * shard, others * (shard + of_weight[0]), None) for of_weight in scales]
-        gathers = {g.tensor: (g.bytes_before, g.bytes_after, g.reason) for g in graphs[0].gathers}
-        assert gathers == dict(zip(("0.up:weight", "0.down:weight"), expected, strict=True))
-        amaxes = [3 * width] if isinstance(recipe, Float8RowwiseScaling) else []
-        assert ours.reductions[1:] == [amaxes] * 2, "amaxes of all columns in one"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "width", "numbers"), [(2, 256, (0, 2, 3)), (4, 512, (1, 4))], ids=["two ranks", "four ranks"]
-)
-def test_scales_travel_with_their_values(num_ranks, width, numbers):
-    """Where forward and backward need copies with different scales, each has its own gather. Only the scales of columns are
-    on all ranks before it: one all-reduce makes them."""
-    run_on_ranks(scales_travel, num_ranks, num_ranks, width, numbers)
 
 
 # -- forwards and backwards in other orders
@@ -149,27 +189,22 @@ UNUSUAL = [
     ("current", "gathered by others", {}, [True, False], None),
     ("rowwise", "gathered by others", {}, [True, False], None),
     ("mxfp8", "forward again", {}, [False, False], None),
-    ("mxfp8", "", {"reshard_after_forward": False}, [False], STAYS),
 ]
 
 
 def unusual_step(run, what, step):
     with counted() as (sent, _):
-        x = batch(step, 256)
         if what == "forward again":
-            y = checkpoint(run.compiled, x.bfloat16().requires_grad_(), use_reentrant=False)
+            y = checkpoint(run.compiled, batch(step, WIDE).bfloat16().requires_grad_(), use_reentrant=False)
         else:
-            y = run.compiled(x)
+            y = run.compiled(batch(step, WIDE))
         if what == "gathered by others":
             run.model[0].unshard()
         if what == "a step between":
             state(run.compiled).step()
         if what == "two forwards":
-            y = y + run.compiled(batch(step + 50, 256))
-        y.float().square().mean().backward()
-    run.results += [y.detach(), *(p.grad.to_local().clone() for p in run.model.parameters())]
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+            y = y + run.compiled(batch(step + 50, WIDE))
+        run.learn(y)
     return sent
 
 
@@ -178,7 +213,7 @@ def test_other_orders_of_forwards_and_backwards(rank):
     for recipe, what, options, smaller, reason in UNUSUAL:
         runs, sent = both(recipe, lambda options=options: sharded(make=wide, **options)), []
         for run in runs:
-            run.steps(*(() if what == "forward again" else (0, 1)), width=256)
+            run.steps(*(() if what == "forward again" else (0, 1)))
             sent.append([unusual_step(run, what, step) for step in (2, 3, 4)])
         assert equal(*runs), (recipe, what)
         assert [n < 2 * 2**17 for n in sent[0][-1]] == smaller, (recipe, what)
@@ -188,74 +223,43 @@ def test_other_orders_of_forwards_and_backwards(rank):
 # -- what travels as it is, and why
 
 
-class Odd(nn.Module):
-    """Two linears that share a weight, one whose rows are no multiple of 16, one that is sharded along its columns."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second.weight = self.first.weight
-        self.ragged, self.wide = nn.Linear(WIDTH, 40, bias=False), nn.Linear(40, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.wide(self.ragged(self.second(self.first(x).relu()).relu()).relu())
-
-
 def odd():
+    """Two linears that share a weight, one whose rows are no multiple of 16, one that is sharded along its columns."""
     torch.manual_seed(0)
-    return nn.Sequential(Odd())
+    first, second, ragged, wide = (nn.Linear(i, o, bias=False) for i, o in ((64, 64), (64, 64), (64, 40), (40, 64)))
+    second.weight = first.weight
+    layers = {"first": first, "second": second, "ragged": ragged, "wide": wide}
+    return nn.Sequential(Net(lambda m, x: m.wide(m.ragged(m.second(m.first(x)))), **layers))
 
 
-RULES = {"0.up": None, "0.down:grad_input": None, "1.up": "blockwise"}
-COLUMNS = {"shard_placement_fn": lambda p: Shard(1) if p.shape == (WIDTH, 40) else None}
-
-
-def share_and_reasons(recipe, make, how=None, **options):
+def share_and_reasons(recipe, rules=None, **how):
     """The part of the usual bytes that a later step sends, and why what travels as it is does."""
-    ours, plain = (run.steps(0, 1, 2) for run in both(recipe, lambda: sharded(make=make, **(how or {})), **options))
+    ours, plain = (run.steps(0, 1, 2) for run in both(recipe, lambda: sharded(**how), rules=rules))
     assert equal(ours, plain)
     return sum(ours.sent[2]) / sum(plain.sent[2]), reasons(ours)
 
 
 @on_ranks(2)
 def test_what_travels_as_it_is_says_why(rank):
-    share, why = share_and_reasons("delayed", blocks, rules=RULES)
+    share, why = share_and_reasons("delayed", {"0.up": None, "0.down:grad_input": None, "1.up": "blockwise"})
     assert 0.75 < share < 1
     assert why == {
         "0.down": "readers: mm reads the gathered tensor in high precision",
         "1.up": "shape: a block of scales crosses the border between two ranks' shards of 64 rows",
         "1.down": None,
     }
-    share, why = share_and_reasons(DelayedScaling(reduce_amax=False), blocks)
-    assert (share, set(why.values())) == (1, {"scales: reduce_amax=False, so ranks scale the tensor differently"})
-    share, why = share_and_reasons("current", odd, COLUMNS)
-    assert share == 1
-    assert (
-        why.items()
-        >= {
-            "0.first": "readers: tied: it is a Parameter of another module too, Linear",
-            "0.ragged": "shape: its 40 rows are not a multiple of 16",
-            "0.wide": "shape: it is sharded along dimension 1, not along its rows",
-        }.items()
-    )
-    runs = both("current", sharded)
-    for run in runs:
-        monitor(run.compiled, every=2)
-        run.steps(0, 1, 2)
-        use_rules(run.compiled, {"1.*": None})
-        run.steps(3, 4)
-        use_rules(run.compiled, None)
-        run.steps(5, 6)
-    assert equal(*runs)
-    sent = [sum(s) for s in runs[0].sent]
-    assert sent[0] == sent[3] == sent[5] > sent[4] > sent[2] == sent[6], "as it is in the first forward under other rules"
+    columns = lambda p: Shard(1) if p.shape == (64, 40) else None  # noqa: E731
+    share, why = share_and_reasons("current", make=odd, shard_placement_fn=columns)
+    assert (share, why["0.first"]) == (1, "readers: tied: it is a Parameter of another module too, Linear")
+    assert why["0.ragged"] == "shape: its 40 rows are not a multiple of 16"
+    assert why["0.wide"] == "shape: it is sharded along dimension 1, not along its rows"
 
 
 # -- refusals
 
 
 def in_fp8(model, recipe="current"):
-    return fp8_compile(model, recipe, backend="aot_eager", fsdp_gather="fp8")
+    return fp8(model, recipe, fsdp_gather="fp8")
 
 
 @on_ranks(4)
@@ -266,7 +270,12 @@ def test_refusals_name_the_cause_and_the_fix(rank):
     other = in_fp8(run.model, "delayed")
     other(batch(0))
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    for model, *texts in (
+    for call, *texts in (
+        (lambda x: in_fp8(lambda x: x), "needs an nn.Module", "not a function"),
+        (
+            lambda x: torch.compile(blocks(), backend="fp8pass", options={"fsdp_gather": "fp8"})(x),
+            "that fp8_compile compiles, not torch.compile(backend='fp8pass')",
+        ),
         (lambda x: in_fp8(blocks())(x), "no Parameter of Sequential is under FSDP2; call fully_shard(model)"),
         (
             lambda x: in_fp8(sharded(reshard_after_forward=2))(x),
@@ -276,43 +285,76 @@ def test_refusals_name_the_cause_and_the_fix(rank):
         (inside, "gathers norm.weight before the forward of the compiled Block begins", "in_place=True"),
         (other, "0.up.weight is gathered in FP8 for another compiled model"),
     ):  # fmt: skip
-        with pytest.raises(OptionError) as caught:
-            model(batch(1))
+        with pytest.raises((OptionError, BackendCompilerFailed)) as caught:
+            call(batch(1))
         assert all(text in str(caught.value) for text in texts), str(caught.value)
 
 
-def test_what_is_no_module_and_what_is_compiled_by_name_are_refused():
-    with pytest.raises(OptionError, match=r"needs an nn.Module .*, not a function"):
-        fp8_compile(lambda x: x, "current", fsdp_gather="fp8")
-    with pytest.raises(OptionError, match=r"compiles, not torch.compile\(backend='fp8pass'\)"):
-        Session(blocks(), CompileOptions.named(None, {"fsdp_gather": "fp8"}, None), steps_at_graphs=True)
+# -- eager code within a forward
 
 
-# -- checkpoints
+@torch.compiler.disable
+def norm_of(weight):
+    return weight.detach().double().norm().float()
 
 
-def saved(rank, folder):
-    run = Run("delayed", "fp8", sharded()).steps(0, 1, 2)
-    weights = run.model.state_dict()
-    assert {type(w).__name__ for w in weights.values()} == {"DTensor"}
-    assert not any(vars(w.to_local()) for w in weights.values()), "nothing of ours goes to a checkpoint"
-    dcp.save({"model": weights, "fp8": state(run.compiled)}, checkpoint_id=folder)
-    return {name: w.full_tensor() for name, w in weights.items()}
+class Reading(Block):
+    """Reads a weight of its FP8 GEMM in eager code at a graph break: from the first forward on, or once it is told to."""
+
+    reads = True
+
+    def forward(self, x):
+        y = self.down(self.up(self.norm(x)).relu())
+        if self.reads:
+            torch._dynamo.graph_break()
+            y = y * norm_of(self.up.weight)
+        return x + y
 
 
-def resumed(rank, folder):
-    runs = both("delayed", sharded)
-    for run in runs:
-        load(run, folder)
-        run.steps(3, 4, 5)
-    assert equal(*runs)
-    assert sum(runs[0].sent[2]) < 0.52 * sum(runs[1].sent[2])
+def reading():
+    return nn.Sequential(Reading(), Block())
 
 
-def test_a_checkpoint_is_a_plain_model_and_resumes_on_other_ranks(tmp_path):
-    weights = run_on_ranks(saved, 2, str(tmp_path))[0]
-    plain = {name: torch.zeros_like(w) for name, w in blocks().state_dict().items()}
-    with pytest.warns(UserWarning, match="load in a single process"):
-        dcp.load({"model": plain}, checkpoint_id=str(tmp_path))
-    assert all(w.dtype is torch.float32 and w.equal(weights[name]) for name, w in plain.items())
-    run_on_ranks(resumed, 4, str(tmp_path))
+def hooked():
+    model = nn.Sequential(Block(), Block())
+    model[0].register_forward_hook(lambda module, args, out: out * norm_of(module.up.weight))
+    return model
+
+
+def training(make, *steps):
+    """A run with gathers in FP8 and one without, each after these steps."""
+    for gather in ("fp8", None):
+        torch.manual_seed(0)
+        yield Run("current", gather, sharded(F32, make)).steps(*steps)
+
+
+#: A model, and why a weight of its first block travels as it is.
+READ = (
+    (reading, "readers: a graph is not all of the forward of Reading, and eager code there may read it while it is gathered"),
+    (hooked, "readers: a hook of Block runs while it is gathered, and may read it"),
+)
+
+
+@on_ranks(2)
+def test_what_eager_code_may_read_travels_as_it_is(rank):
+    for make, why in READ:
+        ours, theirs = training(make, 0, 1, 2, 3)
+        assert equal(ours, theirs)
+        assert (reasons(ours)["0.up"], reasons(ours)["1.up"]) == (why, None)
+        assert sum(ours.sent[-1]) < sum(theirs.sent[-1]), "the other block's travel in FP8"
+
+
+@on_ranks(2)
+def test_code_that_comes_later_reads_its_own_values_once_ranks_have_agreed(rank):
+    """An evaluation that takes another path, after FP8 has travelled: what it computes before and after ranks agree again."""
+    Reading.reads, runs = False, []
+    for run in training(reading, 0, 1, 2):
+        for number, steps in ((20, (3, 4, 5, 6, 7)), (21, ())):  # ranks compare before forwards 5 and 9
+            Reading.reads = True
+            run.forward(run.compiled, number)
+            Reading.reads = False
+            run.steps(*steps)
+        runs.append(run)
+    assert set(differing(*runs)) <= {len(runs[0].results) - 1 - 5 * 11 - 1}, "the one evaluation alone"
+    sent = [*map(sum, runs[0].sent)]
+    assert sent[1] < sent[4] == sent[7] < sent[0]

@@ -1,5 +1,7 @@
-"""Ranks that compile one model differently are told before its first step, and nobody hangs."""
+"""Ranks that differ: in how they compile one model, of which they are told before its first step, and in the number of their
+batches, under torch.distributed's Join. Nobody hangs."""
 
+import contextlib
 import re
 import time
 
@@ -7,121 +9,84 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, state
-from fp8pass.errors import Fp8Warning, RankMismatchError, StrictError
-from tests.distributed.support import on_ranks, outcomes_on_ranks
+from fp8pass import DelayedScaling, monitor, state
+from fp8pass.errors import Fp8Warning, RankMismatchError, StrictError, UnsupportedError
+from tests.distributed.support import on_ranks
 from tests.support.models import ResidualMlp
+from tests.support.training import fp8
 
 pytestmark = pytest.mark.dist
 
 CURRENT = {"recipe": "current"}
 DELAYED = {"recipe": DelayedScaling(amax_history_len=4)}
+OWN = {"recipe": DelayedScaling(reduce_amax=False)}
 
 
 def seeded():
+    torch._dynamo.reset()
     torch.manual_seed(0)
     return ResidualMlp(64, 128)
 
 
-def parallel(model):
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def compiled(model, **options):
-    options = {"backend": "aot_eager", "select": "all"} | options
-    return fp8_compile(model, **options)
-
-
-def around(model, **options):
-    """DDP around what was compiled in place, as callbacks of trainers leave it."""
-    compiled(model, in_place=True, **options)
-    return DistributedDataParallel(model)
-
-
-def by_name(model, **options):
-    return torch.compile(model, backend="fp8pass", options={"backend": "aot_eager"} | options)
-
-
-def in_ddp(**options):
-    return compiled(DistributedDataParallel(seeded()), **options)
-
-
 def alone(**options):
-    return compiled(seeded(), **options)
+    return fp8(seeded(), **options)
 
 
-#: Name -> how the model is made, the options of ranks 0 and 1, and what the message says of both.
-CASES = {
-    "DDP, recipes": (
-        in_ddp, CURRENT, {"recipe": "rowwise"},
+def outside(**options):
+    return fp8(DistributedDataParallel(seeded()), **options)
+
+
+def inside(**options):
+    """DDP around what was compiled in place, as callbacks of trainers leave it."""
+    return DistributedDataParallel(fp8(seeded(), in_place=True, **options))
+
+
+def by_name(**options):
+    return torch.compile(DistributedDataParallel(seeded()), backend="fp8pass", options={"backend": "aot_eager"} | options)
+
+
+def sharded(**options):
+    return fp8(fully_shard(seeded()), **options)
+
+
+#: How the model is made, the options of ranks 0 and 1, and what the message says of both.
+CASES = (
+    (
+        outside, CURRENT | {"weight_copies": "cache"}, {"recipe": "rowwise"},
         "recipe is Float8CurrentScaling() on rank 0 and Float8RowwiseScaling() on rank 1",
+        "weight_copies is 'cache' on rank 0 and 'auto' on rank 1",
     ),
-    "DDP around, delayed against current": (
-        lambda **options: around(seeded(), **options), DELAYED, CURRENT,
-        "recipe is DelayedScaling(amax_history_len=4) on rank 0 and Float8CurrentScaling() on rank 1",
-    ),
-    "DDP, by name": (
-        lambda **options: by_name(DistributedDataParallel(seeded()), **options), CURRENT, {"recipe": "blockwise"},
-        "recipe is Float8CurrentScaling() on rank 0 and Float8BlockScaling() on rank 1",
-    ),
-    "FSDP, gathers": (
-        lambda **options: compiled(fully_shard(seeded()), **options), CURRENT | {"fsdp_gather": "fp8"}, CURRENT,
-        "fsdp_gather is 'fp8' on rank 0 and None on rank 1",
-    ),
-    "TP, rules": (
-        lambda **options: compiled(parallel(seeded()), **options),
-        CURRENT | {"rules": {"up": None}}, CURRENT | {"rules": {"up:grad_weight": None}},
-        "rules['up'] is None on rank 0 and not given on rank 1; rules['up:grad_weight'] is not given on rank 0",
-    ),
-    "reduced amaxes, an option of the recipe": (
-        alone, DELAYED, {"recipe": DelayedScaling(amax_history_len=4, margin=1)},
+    (sharded, CURRENT | {"fsdp_gather": "fp8"}, CURRENT, "fsdp_gather is 'fp8' on rank 0 and None on rank 1"),
+    (
+        alone, DELAYED | {"step": "manual"}, {"recipe": DelayedScaling(amax_history_len=4, margin=1)},
         "recipe is DelayedScaling(amax_history_len=4) on rank 0 and DelayedScaling(margin=1, amax_history_len=4) on rank 1",
+        "step is 'manual' on rank 0 and 'auto' on rank 1",
     ),
-    "reduced amaxes, delayed against current": (
-        alone, DELAYED, CURRENT,
-        "recipe is DelayedScaling(amax_history_len=4) on rank 0 and Float8CurrentScaling() on rank 1",
-    ),
-    "reduced amaxes, steps": (
-        alone, DELAYED | {"step": "manual"}, DELAYED, "step is 'manual' on rank 0 and 'auto' on rank 1",
-    ),
-    "DDP, the order of rules": (
-        in_ddp, CURRENT | {"rules": {"up": None, "*": "rowwise"}}, CURRENT | {"rules": {"*": "rowwise", "up": None}},
-        "the order of rules is 'up', '*' on rank 0 and '*', 'up' on rank 1",
-    ),
-    "DDP, copies of weights": (
-        in_ddp, CURRENT | {"weight_copies": "cache"}, CURRENT, "weight_copies is 'cache' on rank 0 and 'auto' on rank 1",
-    ),
-    "DDP, schedules": (
-        in_ddp, CURRENT | {"schedule": {5: {"up": None}}}, CURRENT,
-        "schedule[5]['up'] is None on rank 0 and not given on rank 1",
-    ),
-}  # fmt: skip
+)  # fmt: skip
 
 
-def train(model, steps=2):
+def train(model, steps=2, ends=False):
+    """ends: the last step by hand."""
     for _ in range(steps):
         model(torch.randn(16, 64)).square().mean().backward()
-
-
-def train_and_step(model):
-    train(model, steps=3)
-    state(model).step()
+    if ends:
+        state(model).step()
 
 
 @on_ranks(2)
 def test_what_differs_is_named_on_every_rank(rank):
-    for name, (make, *options, expected) in CASES.items():
+    for make, first, second, *texts in CASES:
         dist.barrier()
         began = time.monotonic()
-        model = make(**options[rank])
-        with pytest.raises(RankMismatchError, match=re.escape(expected)):
-            train_and_step(model)
-        assert time.monotonic() - began < 25, name  # less than a rank waits for one that does not come
+        model = make(**(second if rank else first))
+        with pytest.raises(RankMismatchError) as caught:
+            train(model, 3, ends=True)
+        assert all(text in str(caught.value) for text in texts), str(caught.value)
+        assert time.monotonic() - began < 25, texts  # less than a rank waits for one that does not come
 
 
 def train_apart(model):
@@ -133,41 +98,59 @@ def train_apart(model):
     train(model, steps=3)
 
 
-@on_ranks(2)
+@on_ranks(2, fresh=True)
 def test_models_that_nothing_ties_together_are_no_error(rank):
-    """A warning, an error under strict; and what is no mismatch at all."""
+    """A warning, an error under strict, and what is no mismatch at all."""
     text = re.escape("recipe is Float8CurrentScaling() on rank 0 and Float8RowwiseScaling() on rank 1")
     recipe = ("current", "rowwise")[rank]
     with pytest.warns(Fp8Warning, match=text) as warned:
-        train_apart(compiled(seeded(), recipe=recipe))
+        train_apart(alone(recipe=recipe))
     assert len([w for w in warned if issubclass(w.category, Fp8Warning)]) == 1
     dist.barrier()
     with pytest.raises(StrictError, match=text):
-        train_apart(compiled(seeded(), recipe=recipe, strict=True))
+        train_apart(alone(recipe=recipe, strict=True))
     dist.barrier()
-    model = in_ddp(recipe="current")
-    began = time.monotonic()
+    model = outside(**CURRENT)
     if rank == 0:  # a teacher on one rank alone, another model, and evaluations
-        train(compiled(nn.Sequential(seeded(), seeded()), recipe=DelayedScaling(reduce_amax=False)))
+        train(fp8(nn.Sequential(seeded(), seeded()), **OWN))
         with torch.no_grad():
             alone(recipe="blockwise")(torch.randn(16, 64))
     train(model)
-    other = in_ddp(recipe=DelayedScaling(amax_history_len=rank + 1, reduce_amax=False))
-    with pytest.raises(RankMismatchError, match=r"recipe is DelayedScaling\(amax_history_len=1, reduce_amax=False\) on rank 0"):
-        train(other)
-    train(in_ddp(recipe=Float8CurrentScaling(), rules={"up": None}))
-    assert time.monotonic() - began < 25
 
 
-def in_groups_made_again(rank):
-    train(in_ddp(recipe="current"))
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
-    train(in_ddp(recipe=("current", "rowwise")[rank]))
+# -- different numbers of batches
 
 
-def test_groups_that_are_made_again_are_compared_again():
-    for outcome in outcomes_on_ranks(in_groups_made_again, 2):
-        assert outcome.error.startswith("RankMismatchError: ranks 0 and 1")
+MANUAL, BY_HAND = {"step": "manual"}, "state(model).step(), which reduces"
+#: How a model is compiled, its options, whether a monitor watches it, where steps end by hand; what a refusal says.
+SETTINGS = (
+    (outside, DELAYED, False, None, "step='manual'"),
+    (by_name, CURRENT, True, None, "step='manual'"),
+    (inside, DELAYED | MANUAL, False, "in the loop", BY_HAND),
+    (by_name, DELAYED | MANUAL, False, "after it", None),
+    (inside, OWN, False, None, None),
+)
+
+
+def with_parts(model):
+    """A model, its DDP, and the part of the program that has a state."""
+    ddp = next(m for m in model.modules() if isinstance(m, DistributedDataParallel))
+    return model, ddp, ddp.module if model is ddp else model
+
+
+@on_ranks(2)
+def test_steps_that_reduce_are_refused_within_a_join(rank):
+    for make, options, is_watched, by_hand, refusal in SETTINGS:
+        model, ddp, owner = with_parts(make(**options))
+        if is_watched:
+            monitor(owner)
+        with contextlib.nullcontext() if refusal is None else pytest.raises(UnsupportedError) as caught:
+            for epoch in range(2):
+                with Join([ddp]):
+                    for _ in range(2 + rank * (1 - epoch)):
+                        train(model, 1)
+                        if by_hand == "in the loop":
+                            state(owner).step()
+                if by_hand == "after it":
+                    state(owner).step()
+        assert refusal is None or all(text in str(caught.value) for text in (refusal, "after the Join")), (make, options)

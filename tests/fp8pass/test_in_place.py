@@ -1,21 +1,18 @@
-"""`fp8_compile(model, in_place=True)`: the model itself is compiled, and stays what it was."""
+"""`fp8_compile(model, in_place=True)`: the model itself is compiled, and stays what it was; modules within modules."""
 
 import copy
 import inspect as python_inspect
-import io
 import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.errors import NotCompiledError, OptionError
-from fp8pass.runtime.wrap import session_of
-from fp8pass.weights import released
+from tests.support.cases import each
 from tests.support.models import Stack, mlp
-from tests.support.training import fp8, train
+from tests.support.training import fp8, same, train
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -29,13 +26,6 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x))) * scale
 
 
-class OwnState(Block):
-    """Copies and pickles everything that it has."""
-
-    def __getstate__(self):
-        return dict(self.__dict__)
-
-
 def make(model=None, recipe=RECIPE):
     return fp8(model or Block(), recipe, in_place=True)
 
@@ -44,8 +34,8 @@ def compiled(model):
     return torch.compile(model, backend="aot_eager")
 
 
-def x(columns=32):
-    return torch.randn(16, columns)
+def x():
+    return torch.randn(16, 32)
 
 
 def test_the_model_stays_what_it_was_and_computes_what_a_compiled_one_does():
@@ -53,50 +43,30 @@ def test_the_model_stays_what_it_was_and_computes_what_a_compiled_one_does():
     before = (list(model.state_dict()), python_inspect.signature(model.forward), repr(model))
     beside = fp8(copy.deepcopy(model), RECIPE)
     assert make(model) is model
-    assert type(model) is Block
     assert (list(model.state_dict()), python_inspect.signature(model.forward), repr(model)) == before
     assert model.forward.__self__ is model
-    for _ in range(3):
-        given = x()
-        assert train(model, given)[0].equal(train(beside, given)[0])
+    given = torch.randn(3, 16, 32)
+    assert same(train(model, *given), train(beside, *given))
     assert [g for g in inspect(model).gemms if g.quantized] == [g for g in inspect(beside).gemms if g.quantized]
-    assert all(g.quantized for g in inspect(model).gemms if g.module == "up")
-    assert state(model).tensors == state(beside).tensors
-    assert all(state(model).scale(n).equal(state(beside).scale(n)) for n in state(model).tensors)
-    assert model(given, scale=0.0).abs().max() == 0
+    assert same(state(model).state_dict(), state(beside).state_dict())
+    assert model(x(), scale=0.0).abs().max() == 0
 
 
-@pytest.mark.parametrize("around", [lambda m: m, compiled, lambda m: compiled(Stack([m]))], ids=["", "itself", "a wrapper"])
-@pytest.mark.parametrize("inner", [Block, lambda: mlp(32, 64, 32)], ids=["a module", "torch's own forward"])
-def test_hooks_run_once_per_call_and_a_torch_compile_around_the_model_keeps_its_fp8(inner, around):
-    model, seen = make(inner()), []
+def test_hooks_run_once_per_call_and_a_torch_compile_around_the_model_keeps_its_fp8():
+    model, seen = make(), []
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.register_forward_hook(lambda module, args, output: seen.append("after"))
-    train(around(model), x(), x())
+    train(torch.compile(Stack([model]), backend="aot_eager"), x(), x())
     assert seen == ["before", "after"] * 2
     assert any(g.quantized for g in inspect(model).gemms)
 
 
-def reload(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-COPIES = [(copy.deepcopy, Block), (copy.copy, Block), (pickled, Block), (reload, Block), (copy.deepcopy, OwnState)]
-
-
-@pytest.mark.parametrize(("duplicate", "kind"), COPIES)
-def test_a_copy_is_the_uncompiled_model(duplicate, kind):
-    model, given = make(kind()), x()
+@each("duplicate", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_the_uncompiled_model(duplicate):
+    model, given = make(), x()
     train(model, given)
     twin = duplicate(model)
-    assert type(twin) is kind
+    assert type(twin) is Block
     assert twin.forward.__self__ is twin
     with pytest.raises(NotCompiledError):
         state(twin)
@@ -107,20 +77,14 @@ def test_a_copy_is_the_uncompiled_model(duplicate, kind):
     assert not state(fp8_compile(twin, RECIPE, in_place=True)).tensors
 
 
-@pytest.mark.parametrize("has_run", [True, False])
-def test_a_student_with_the_teachers_body_and_a_head_of_its_own_trains_that(has_run):
-    """A shallow copy, whose forward and `compile` were the teacher's."""
+def test_a_student_with_the_teachers_body_and_a_head_of_its_own_trains_that():
+    """A shallow copy, whose forward was the teacher's."""
     teacher, given = make(), x()
-    if has_run:
-        train(teacher, given)
-        teacher.zero_grad()
     student = copy.copy(teacher)
     student._modules = {**teacher._modules, "down": nn.Linear(64, 32)}
     assert train(student, given)[0].equal(Block.forward(student, given))
     assert student.down.weight.grad is not None
     assert teacher.down.weight.grad is None
-    student.compile(backend="aot_eager")
-    assert student._compiled_call_impl is not None
     train(teacher, given)
     assert any(g.quantized for g in inspect(teacher).gemms)
 
@@ -171,27 +135,40 @@ def test_what_is_an_error_and_that_there_is_a_way_back():
     assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"current"}
 
 
-def test_equal_layers_compile_once():
-    before = counters["stats"]["unique_graphs"]
-    layers = [make() for _ in range(12)]
-    for i, layer in enumerate(layers):
-        layer.up.weight.data *= i + 1
-        train(layer, x())
-    assert counters["stats"]["unique_graphs"] == before + 1
-    assert all(state(layer).amax_history("up:weight")[0] == layer.up.weight.abs().max() for layer in layers)
+def linear():
+    return nn.Linear(64, 64)
 
 
-def test_a_call_that_could_not_begin_is_over(monkeypatch):
-    """Else Parameters without values would stay as in a call, in which torch may write to memory that they do not have."""
-    model = make()
-    model(x())
-    session = session_of(model)
+def test_three_levels_have_their_own_states():
+    middle = make(nn.Sequential(linear(), make(mlp(64, 96, 64)), linear()))
+    outer = make(nn.Sequential(linear(), middle, linear()))
+    train(outer, *torch.randn(2, 32, 64))
+    for module in (outer, middle, middle[1]):
+        assert {name.split(":")[0] for name in state(module).tensors} == {"0", "2"}
+        assert state(module).scale("0:weight") == torch.tensor(448.0) / module[0].weight.abs().max()
 
-    def fail(is_part):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.eager, "begin", fail)
-    with pytest.raises(KeyboardInterrupt):
-        model(x())
-    assert session.clock.is_outermost()
-    assert released._num_calls == 0
+def test_a_module_compiled_after_the_first_step_of_its_container():
+    outer = make(nn.Sequential(linear(), mlp(64, 96, 64), linear()))
+    train(outer, *torch.randn(2, 32, 64))
+    make(outer[1])
+    train(outer, *torch.randn(2, 32, 64))
+    assert len(inspect(outer[1]).gemms) == 6
+    assert all(g.quantized for m in (outer, outer[1]) for g in inspect(m).gemms)
+
+
+def test_modules_that_look_alike_share_a_graph():
+    parts = [linear() for _ in range(12)]  # more than Dynamo's recompile limit
+    outer = make(nn.Sequential(*parts, make(mlp(64, 96, 64)), linear(), linear()))
+    train(outer, *torch.randn(2, 32, 64))
+    assert [g.quantized for g in inspect(outer).gemms] == [True] * (3 * 14 - 1)
+    assert len(inspect(outer).graphs) <= 2
+
+
+def test_what_torch_does_not_compile_is_said():
+    module = mlp(64, 96, 64)
+    module.compile(backend="fp8pass", options={"recipe": "delayed", "backend": "aot_eager"})
+    module(torch.randn(4, 32, 64))
+    for ask in (inspect, state):
+        with pytest.raises(NotCompiledError, match=r"compiles nothing in nn\.Sequential"):
+            ask(module)

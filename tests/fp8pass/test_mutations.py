@@ -2,14 +2,13 @@
 
 import pytest
 
-from fp8pass.errors import InvariantError
-from tests.support.mutations import MODELS, RECIPES, mutations, pairs, read_unseen, rewritten, score, verify
+from tests.support.mutations import MODELS, RECIPES, pairs, read_unseen, score
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_verify_does_not_notice(recipe):
     """The list is made by `python -m tests.support.mutations --write`."""
-    found = score([pair for pair in pairs() if pair[1] == recipe], effects=True)[recipe]
+    found = score([pair for pair in pairs() if pair[1] == recipe])[recipe]
     assert found.seen > len(found.unseen)
     harmful = [found.examples[key] for key, count in found.unseen.items() if found.harmless[key] < count]
     assert harmful == [], "these change a result"
@@ -23,26 +22,3 @@ def test_every_model_and_recipe_is_sampled_and_every_unseen_change_has_a_reason(
     assert {model for model, _ in pairs()} == set(MODELS)
     assert {recipe for _, recipe in pairs()} == set(RECIPES)
     assert [key for key, entry in read_unseen().items() if not entry.reason] == []
-
-
-def test_a_change_is_made_and_taken_back():
-    with rewritten("ragged", "delayed") as work:
-        before = str(work.graph)
-        texts = []
-        for mutation in mutations(work):
-            with mutation.made():
-                texts.append(str(work.graph))
-            assert str(work.graph) == before, mutation
-        assert before not in texts
-        assert len(mutations(work)) < len(mutations(work, None))
-
-
-def test_a_seen_change():
-    """The least that verify must notice: another scale than that of the data."""
-    with rewritten("ragged", "current") as work:
-        scales = [m for m in mutations(work, None) if m.key == "scaled_mm.scale_inv_a"]
-        assert scales
-        for mutation in scales:
-            with mutation.made(), pytest.raises(InvariantError, match="the scale of a has"):
-                verify(work)
-        verify(work)

@@ -1,6 +1,5 @@
 """When steps end, without compiling anything."""
 
-import threading
 import types
 
 import pytest
@@ -53,17 +52,6 @@ def test_a_forward_inside_another_ends_no_step():
     assert not clock.trained, "it is part of the outer one"
     clock.end_forward()
     clock.end_forward()
-
-
-def test_another_thread_is_not_inside_this_ones_forward():
-    clock, seen = make(), []
-    forward(clock)
-    clock.begin_forward(True)
-    thread = threading.Thread(target=lambda: seen.append(clock.is_step_due(True)))
-    thread.start()
-    thread.join()
-    clock.end_forward()
-    assert seen == [True]
 
 
 def test_a_forward_inside_a_backward_is_a_recomputation():

@@ -47,47 +47,35 @@ def test_a_store_per_recipe_and_device_is_made_once_and_fits_the_model_and_what_
     assert [stores.capacity(HYBRID, CPU, needed) for needed in (0, 129, 10)] == [128, 256, 256]
 
 
-@pytest.mark.parametrize("first", [0, 1, 59, 60, 61, 62, 63, 64, 65, 129, 195])
+@pytest.mark.parametrize("first", [0, 1, 63, 129])
 def test_windows_begin_where_cuda_graphs_take_them_for_static(first):
-    """At a multiple of 16 bytes, whatever the column of the first tensor; a graph with 64 entries has up to 61 tensors."""
+    """At a multiple of 16 bytes, whatever the column of the first tensor; a graph with 64 entries has up to 61 tensors.
+
+    Slots of many instances, such as experts that a loop calls, take the memory of a few.
+    """
     store = DelayedStore(HYBRID, CPU, 256)
     names = [f"{i}:input" for i in range(256)]
     store.add(names, [448.0] * 256)
     store.scale.copy_(torch.arange(256.0))
     mine = names[first : first + 61]
     window = store.window(mine, 64)
-    others = store.window(names[:3], 64)
-    for shown in (window.scale, window.amax, window.scratch, window.slots, others.slots):
+    others = [store.window(names[i : i + 3], 64) for i in range(200)]
+    for shown in (window.scale, window.amax, window.scratch, window.slots, others[0].slots):
         assert shown.data_ptr() % 16 == 0
         assert shown.shape == (64,)
     assert window.scale[window.slots[: len(mine)]].tolist() == list(range(first, first + 61))
-    assert others.scale[others.slots[:3]].tolist() == [0, 1, 2]
-
-
-def test_slots_of_thousands_of_instances_take_the_memory_of_a_few():
-    """A graph of an expert that a loop calls is bound once per expert, and a window is as large as the state."""
-    store = DelayedStore(HYBRID, CPU, 4096)
-    names = [f"{i}:input" for i in range(4096)]
-    store.add(names, [448.0] * 4096)
-    windows = [store.window(names[i : i + 3], 4096) for i in range(4000)]
-    memory = {w.slots.untyped_storage().data_ptr(): w.slots.untyped_storage().nbytes() for w in windows}
-    assert sum(memory.values()) <= 8 * 8 * 4096
-    for i, window in enumerate(windows):
-        assert (window.slots[:3] + window.offset).tolist() == [i, i + 1, i + 2]
-        assert window.slots.shape == (4096,)
+    for i, other in enumerate(others):
+        assert other.scale[other.slots[:3]].tolist() == [i, i + 1, i + 2]
+    memory = {w.slots.untyped_storage().data_ptr(): w.slots.untyped_storage().nbytes() for w in others}
+    assert sum(memory.values()) <= 200 * 64 * 8 / 2
 
 
 @pytest.mark.parametrize(
     ("rules", "text", "recipe", "expected"),
     [
-        ({}, "a:input", HYBRID, "a:input"),
-        ({"b": E4M3}, "a:input", HYBRID, "a:input"),
         ({"b": E4M3}, "b:input#2", E4M3, "b:input#2"),
         ({"b": E4M3}, "b:weight", HYBRID, "b:weight@recipe0"),
-        ({"*:grad_weight": E4M3}, "a:grad_output", HYBRID, "a:grad_output"),
         ({"*:grad_weight": E4M3}, "a:grad_output", E4M3, "a:grad_output@recipe1"),
-        ({"*:grad_input": E4M3}, "a:grad_output", E4M3, "a:grad_output"),
-        ({"*:output": None}, "a:input", HYBRID, "a:input"),
         ({"*:output": Float8CurrentScaling(), "*:grad_weight": E4M3}, "a:input", E4M3, "a:input@recipe1"),
     ],
 )
@@ -98,30 +86,14 @@ def test_the_name_under_a_recipe_leads_back_to_its_store(rules, text, recipe, ex
     assert stores.expected_store(name(expected)).recipe == recipe
 
 
-@pytest.mark.parametrize(
-    ("rules", "text", "message"),
-    [
+def test_a_name_under_an_unknown_recipe_or_its_own_is_refused():
+    for rules, text, message in (
         (None, "a:input@recipe1", r"'a:input@recipe1' was saved under recipe 1.* have 1\. Load"),
         # A model whose first rules gave its module the other recipe saved it: its plain name meant that one.
         ({"b": E4M3}, "b:input@recipe1", "'b:input@recipe1' was saved by a model .* call use_rules before loading"),
-    ],
-)
-def test_a_name_under_an_unknown_recipe_or_its_own_is_refused(rules, text, message):
-    with pytest.raises(CheckpointMismatchError, match=message):
-        make(rules).expected_store(name(text))
-
-
-def test_an_alias_leads_to_the_store_of_its_own_recipe():
-    stores = make({"k": E4M3})
-    ours, theirs = stores.store(HYBRID, CPU), stores.store(E4M3, CPU)
-    ours.add(["q:input"], [448.0])
-    theirs.add(["q:input@recipe1"], [448.0])
-    for store in stores:
-        stores.add_aliases(store, [(name("k:input"), name("q:input")), (name("v:input"), name("p:input"))])
-    assert "k:input" in theirs
-    assert "k:input" not in ours
-    assert ours.column("k:input@recipe0") == ours.column("q:input")
-    assert not any("v:input" in store for store in stores)
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            make(rules).expected_store(name(text))
 
 
 def test_claiming_takes_over_what_another_device_holds():
@@ -138,9 +110,6 @@ def test_claiming_takes_over_what_another_device_holds():
     assert new.num_non_finite[column] == 5
     assert new.amax_history[:, column].tolist() == [0, 7, 8]
     assert old.names == ["a:input"], "the model is on the CPU, so it has left the other device"
-    copied = stores.store(HYBRID, torch.device("cpu", 2))
-    stores.claim(copied, [("b:input", 448.0)])
-    assert "b:input" in new, "the model is still there: a copy of a module is no move"
 
 
 def test_claiming_refuses_what_a_loaded_state_lacks():
@@ -175,7 +144,9 @@ def test_a_stack_has_columns_side_by_side_which_a_store_gives_up_and_another_dev
     assert store.fp8_max[:8].tolist() == [448] * 7 + [1]
     window = store.window(["b:weight", "a:input"], 64)
     assert window.slots[:3].tolist() == [5, 6, 0]
+    store.num_non_finite[5] = 3
     store.grow(1000)
+    assert store.num_non_finite[5] == 3
     assert store.scale[store.where("b:weight")].tolist() == [5, 6]
     other = DelayedStore(HYBRID, CPU, 16)
     other.add(["c:input", "a:weight"], [448.0] * 2, [1, 4])
@@ -199,17 +170,3 @@ def test_a_stack_is_empty_until_all_its_entries_are_written():
     store.note_staged()
     assert store.empty == {"b:weight"}
     assert store.started == set(), "what is read back at a boundary is not read at the next one"
-
-
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_a_batch_with_another_number_of_matrices_begins_with_an_empty_history(count):
-    stores, store = with_tensors("a:weight", "b:input", entries=[4, 1])
-    store.amax_history[1, :5] = torch.arange(1.0, 6)
-    store.scale[:5] = 2.0
-    store.empty.clear()
-    stores.claim(store, [("a:weight", 448.0), ("b:input", 448.0)], [count, 1])
-    assert store.entries("a:weight") == count
-    assert store.empty == {"a:weight"}
-    assert store.amax_history[1, store.columns("b:input")].tolist() == [5.0]
-    assert store.scale[store.columns("a:weight")].tolist() == [1.0] * count
-    assert store.scale[store.columns("b:input")].tolist() == [2.0]

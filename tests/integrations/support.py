@@ -51,25 +51,22 @@ def assert_follows(compiled, eager):
     assert sqnr(eager(input_ids=TOKENS).logits, compiled(input_ids=TOKENS).logits) > 20
 
 
-def trainer_of(folder, model, data=None, recipe=None, cls=None, args=None, **options):
-    """A Trainer of a model, or of a function that makes it: four rows a step, on the CPU, in FP8 where a recipe is given."""
+def trainer_of(folder, model, recipe=None, callback=None, **options):
+    """A Trainer of a model, or of a function that makes it: four rows a step, on the CPU, in FP8 where a recipe or a callback
+    is given."""
     import transformers
 
     from fp8pass.integrations.transformers import Fp8Callback
 
     usual = {"save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3}
-    given = (args or transformers.TrainingArguments)(
+    args = transformers.TrainingArguments(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **{**usual, **options}
     )
-    data = token_data() if data is None else data
-    callbacks = [] if recipe is None else [Fp8Callback(recipe, backend="aot_eager", print_table=False)]
-    trained = {"model" if isinstance(model, torch.nn.Module) else "model_init": model}
-    return (cls or transformers.Trainer)(args=given, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks, **trained)
-
-
-def losses_of(trainer):
-    """Those of every step that it has logged."""
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if recipe is not None:
+        callback = Fp8Callback(recipe, backend="aot_eager", print_table=False)
+    made = {"model" if isinstance(model, torch.nn.Module) else "model_init": model}
+    callbacks, data = [] if callback is None else [callback], token_data()
+    return transformers.Trainer(args=args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks, **made)
 
 
 def assert_same_tensors(left, right):

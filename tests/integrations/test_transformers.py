@@ -1,50 +1,49 @@
-"""transformers.Trainer: the callback, and the backend by its name."""
+"""transformers.Trainer with the callback, in one process and on two ranks."""
 
 import logging
 import os
+import warnings
 
 import pytest
-import torch
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from accelerate.state import AcceleratorState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
-import fp8pass.integrations.accelerate  # noqa: E402, F401
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
-from fp8pass.errors import CheckpointMismatchError, Fp8Warning, OptionError, RecipeError  # noqa: E402
+from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
+from fp8pass.errors import CheckpointMismatchError, Fp8FallbackWarning, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
-from fp8pass.runtime import named_backend  # noqa: E402
-from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, num_updates, token_data  # noqa: E402
-from tests.support.backend import register_backend  # noqa: E402
+from tests.distributed.support import everyone, on_ranks  # noqa: E402
+from tests.integrations import support  # noqa: E402
+from tests.integrations.support import assert_same_tensors, llama, num_updates  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft's own use of transformers
+]
 
 RECIPE = DelayedScaling(amax_history_len=4)
+WEIGHT = "model.layers.0.mlp.up_proj:weight"
 
 
 def trainer(folder, callback=None, model=None, **options):
-    """A Trainer with its default arguments but for those that keep it short and quiet."""
-    options = {"max_steps": 6, "per_device_train_batch_size": 2, "use_cpu": True, **options}
-    args = TrainingArguments(output_dir=str(folder), report_to="none", disable_tqdm=True, **options)
-    data = token_data()
-    callbacks = None if callback is None else [callback]
-    return Trainer(model or llama(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+    usual = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps"}
+    return support.trainer_of(folder, model or llama(), callback=callback, **usual | options)
 
 
-def callback(recipe=RECIPE, rules=None, **options):
-    return Fp8Callback(recipe, rules, backend="aot_eager", **options)
-
-
-SCHEDULE = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
+def callback(recipe=RECIPE, rules=None, print_table=False, **options):
+    return Fp8Callback(recipe, rules, backend="aot_eager", print_table=print_table, **options)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Six steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
-    folder, options = tmp_path_factory.mktemp("run"), {**SCHEDULE, "bf16": True}
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "bf16": True}
+    folder = tmp_path_factory.mktemp("run")
     whole = trainer(folder, callback(), **options)
     whole.train()
     return folder, whole, options
@@ -61,7 +60,7 @@ def test_six_steps_equal_three_and_three_and_checkpoints_are_the_plain_models(ru
     assert {g.module for g in gemms if not g.quantized} == {"lm_head"}
     assert len({g.module for g in gemms if g.quantized}) == 7
     assert num_updates(whole.model) == 6
-    assert view.amax_history("model.layers.0.mlp.up_proj:weight")[0] == 0
+    assert view.amax_history(WEIGHT)[0] == 0
     assert list(whole.model.state_dict()) == list(llama().state_dict())
     plain = LlamaForCausalLM.from_pretrained(folder / "checkpoint-6")
     assert_same_tensors(plain.state_dict(), whole.model.state_dict())
@@ -71,63 +70,31 @@ def test_six_steps_equal_three_and_three_and_checkpoints_are_the_plain_models(ru
     assert_same_tensors(state(rest.model).state_dict(), view.state_dict())
     assert_same_tensors(load_file(tmp_path / "checkpoint-6" / FILE), load_file(folder / "checkpoint-6" / FILE))
     assert losses_of_evaluations(rest)[6] == losses_of_evaluations(whole)[6]
-
-
-@pytest.mark.parametrize(
-    ("other", "rules", "message"),
-    [
-        (Float8CurrentScaling(), None, r"by default: DelayedScaling\(.*in the checkpoint, Float8CurrentScaling\("),
-        (DelayedScaling(amax_history_len=8), None, r"amax_history_len=4.*in the checkpoint.*amax_history_len=8"),
-        (RECIPE, {"*.down_proj": None}, r"\*.down_proj: no rule in the checkpoint, high precision now"),
-    ],
-    ids=["recipe", "option", "rules"],
-)
-def test_another_recipe_is_refused_on_resume(run, tmp_path, other, rules, message):
-    checkpoint = run[0] / "checkpoint-3"
-    with pytest.raises(CheckpointMismatchError, match=rf"checkpoint-3 was trained with another recipe\. .*{message}"):
-        trainer(tmp_path, callback(other, rules), **run[2]).train(resume_from_checkpoint=str(checkpoint))
-
-
-def test_the_table_is_printed_once_and_only_the_model_is_saved_if_asked_for(tmp_path, capsys):
-    short = trainer(tmp_path, callback("current"), max_steps=1, save_steps=1, save_only_model=True)
-    for num_tables in (1, 0):
-        short.train()
-        assert capsys.readouterr().out.count("GEMMs run in FP8") == num_tables
-    assert FILE not in os.listdir(tmp_path / "checkpoint-1")
-
-
-class Preemption(transformers.TrainerCallback):
-    """A stop of the Trainer at the second step, as after a SIGTERM."""
-
-    def __init__(self, event):
-        setattr(self, event, self.ask)
-
-    def ask(self, args, state, control, **_):
-        manager = next(m for c in self.trainer.callback_handler.callbacks if (m := getattr(c, "jit_manager", None)))
-        manager.is_checkpoint_requested = state.global_step == 2
+    other = trainer(tmp_path, callback(DelayedScaling(amax_history_len=8), {"*.down_proj": None}), **options)
+    message = r"checkpoint-3 was trained with another recipe\. .*amax_history_len=4.*in the checkpoint.*amax_history_len=8"
+    with pytest.raises(CheckpointMismatchError, match=message + r".*\*.down_proj: no rule in the checkpoint, high precision"):
+        other.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
 
 
 @pytest.mark.parametrize("event", ["on_substep_end", "on_optimizer_step"])
 def test_checkpoints_on_a_signal_hold_the_fp8_state(tmp_path, event):
-    stopped = trainer(tmp_path, callback(print_table=False), enable_jit_checkpoint=True, gradient_accumulation_steps=2)
-    preemption = Preemption(event)
-    preemption.trainer = stopped
+    """A stop of the Trainer at the second step, as after a SIGTERM."""
+    stopped = trainer(tmp_path, callback(), enable_jit_checkpoint=True, gradient_accumulation_steps=2)
+
+    def ask(args, state, control, **_):
+        callbacks = stopped.callback_handler.callbacks
+        manager = next(m for c in callbacks if (m := getattr(c, "jit_manager", None)))
+        manager.is_checkpoint_requested = state.global_step == 2
+
+    preemption = transformers.TrainerCallback()
+    setattr(preemption, event, ask)
     stopped.callback_handler.callbacks.insert(0, preemption)
     stopped.train()
     (folder,) = tmp_path.glob("checkpoint-*")
     assert stopped.state.global_step < 6
     saved = load_file(folder / FILE)
     pending = event == "on_substep_end"  # the Trainer saves before the optimizer steps, else after it
-    assert (saved["model.layers.0.mlp.up_proj:weight.amax_history"][0] > 0) == bool(saved["recorded"]) == pending
-
-
-def test_a_checkpoint_without_fp8_begins_with_empty_histories(tmp_path, caplog):
-    trainer(tmp_path / "plain", max_steps=2, save_steps=1).train()
-    with caplog.at_level(logging.WARNING, logger="fp8pass"):
-        resumed = trainer(tmp_path / "fp8", callback(), max_steps=2)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
-    assert "trained without Fp8Callback" in caplog.text
-    assert (state(resumed.model).amax_history("model.layers.0.mlp.up_proj:weight") > 0).sum() == 1
+    assert (saved[f"{WEIGHT}.amax_history"][0] > 0) == bool(saved["recorded"]) == pending
 
 
 def test_what_does_not_go_together(tmp_path):
@@ -149,71 +116,13 @@ def test_what_does_not_go_together(tmp_path):
         compiled.train()
 
 
-def test_by_the_backends_name_alone(tmp_path, caplog):
-    register_backend()
-    named_backend._say_that_the_state_is_not_saved.cache_clear()
-    model = llama()
-    named_backend.prepare(model, recipe=RECIPE, backend="aot_eager")  # TrainingArguments has no place for options
-    named = trainer(tmp_path, model=model, torch_compile_backend="fp8pass", max_steps=3, save_steps=3)
-    with caplog.at_level(logging.WARNING, logger="fp8pass"):
-        named.train()
-    assert caplog.text.count("outside of model.state_dict()") == 1
-    assert len({g.module for g in inspect(named.model_wrapped).gemms if g.quantized}) == 7
-    (store,) = named_backend.named_session(named.model_wrapped).stores
-    assert store.version == 2
-    assert list(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == sorted(llama().state_dict())
-
-
-def test_generation_after_training(tmp_path):
-    trained = trainer(tmp_path, callback(), max_steps=2)
-    trained.train()
-    model, before = trained.model.eval(), state(trained.model).state_dict()
-    prompt = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
-    model.config.use_cache = True
-    plain = LlamaForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
-    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 16}
-    for cache, most in (({}, 3), ({"cache_implementation": "static"}, 2)):  # the prompt, and a token or two
-        graphs = len(inspect(model).graphs)
-        tokens = model.generate(prompt, **options, **cache)
-        assert 1 <= len(inspect(model).graphs) - graphs <= most
-        assert tokens.shape == (2, 21)
-        with torch.no_grad():
-            expected = plain(tokens[:, :-1]).logits[:, 4:]
-            chosen = expected.gather(-1, tokens[:, 5:, None]).squeeze(-1)
-        assert (chosen >= expected.amax(-1) - 0.1).all()
-    assert_same_tensors(state(model).state_dict(), before)
-
-
-def save(model, folder):
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
-def test_lora_trains(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=32, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    tuned = trainer(tmp_path, callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2)
-    tuned.train()
-    first = "base_model.model.model.layers.0.mlp.up_proj"
-    quantized = {(g.module, g.role) for g in inspect(tuned.model).gemms if g.quantized}
-    assert (f"{first}.base_layer", "output") in quantized
-    assert (f"{first}.base_layer", "grad_weight") not in quantized
-    assert (f"{first}.lora_A.default", "grad_weight") in quantized
-    assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").exists()
-    resumed = trainer(tmp_path / "rest", callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same_tensors(resumed.model.state_dict(), tuned.model.state_dict())
-    assert_same_tensors(state(resumed.model).state_dict(), state(tuned.model).state_dict())
-
-
 def test_the_monitors_numbers_go_to_the_reporters(tmp_path):
     class Kept(transformers.TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
             if "fp8/step" in logs:
                 kept.append((state.global_step, logs))
 
-    kept, watched = [], callback(monitor=2, print_table=False)
+    kept, watched = [], callback(monitor=2)
     run = trainer(tmp_path, watched, max_steps=5)
     run.add_callback(Kept())
     run.train()
@@ -223,116 +132,92 @@ def test_the_monitors_numbers_go_to_the_reporters(tmp_path):
     assert not any("fp8/step" in entry for entry in run.state.log_history)
 
 
-# -- one training after another
-
-
-def test_a_callback_takes_over_what_is_compiled_alike(tmp_path):
-    """And what no Trainer has run."""
-    model = llama()
-    trainer(tmp_path, callback("current"), model=model)
-    tensors = []
-    for turn in range(2):
-        trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
-        assert num_updates(model) == 2 * (turn + 1)
-        tensors.append(state(model).tensors)
-    assert tensors[0] == tensors[1]
-    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"delayed"}
-    by_hand = fp8_compile(llama(), RECIPE, backend="aot_eager", in_place=True)
-    trainer(tmp_path, callback(print_table=False), model=by_hand, max_steps=2).train()
-    assert num_updates(by_hand) == 2
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda: callback("current"), r"by default: DelayedScaling\(.* so far, Float8CurrentScaling\(.* in this callback"),
-        (lambda: callback(weight_copies="cache"), "weight_copies: 'auto' so far, 'cache' in this callback"),
-        (lambda: callback(strict=True), "schedule or strict"),
-    ],
-    ids=["recipe", "option", "strict"],
-)
-def test_a_callback_with_other_arguments_names_them_and_the_way_out(tmp_path, other, message):
-    model = llama()
-    trainer(tmp_path, callback(print_table=False), model=model, max_steps=1).train()
-    with pytest.raises(OptionError, match=rf"{message}.*fp8_uncompile"):
-        trainer(tmp_path, other(), model=model, max_steps=1).train()
-    fp8_uncompile(model)
-    trainer(tmp_path, other(), model=model, max_steps=1).train()
-
-
-def test_a_callback_serves_several_models_in_turn(tmp_path):
-    shared, models = callback(print_table=False, monitor=1), [llama(), llama()]
-    for turn in range(2):
-        for model in models:
-            trainer(tmp_path, shared, model=model, max_steps=2).train()
-            assert num_updates(model) == 2 * (turn + 1)
-    assert_same_tensors(*(state(model).state_dict() for model in models))
-    tokens = torch.stack([row["input_ids"] for row in token_data(4)])
-    for _ in range(3):  # steps end by themselves after training; the third has not ended
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    assert num_updates(model) == 4 + 2
+# -- checkpoints and evaluations with the state that belongs to them, and without
 
 
 def test_an_evaluation_in_a_fresh_process_runs_in_fp8_with_the_state_of_its_checkpoint(run, tmp_path):
     folder, whole, options = run
     model = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3")
-    fresh = trainer(tmp_path, callback(print_table=False), model=model, bf16=options["bf16"])
+    fresh = trainer(tmp_path, callback(), model=model, bf16=options["bf16"])
     assert fresh.evaluate()["eval_loss"] == losses_of_evaluations(whole)[3]
     assert any(g.quantized for g in inspect(model).gemms)
-    fresh.predict(token_data(4))
+    fresh.predict(support.token_data(4))
     fresh.train()
     assert len(state(model).tensors) == len(state(whole.model).tensors)
 
 
-def test_a_model_that_is_uncompiled_before_it_trains_is_compiled_again(tmp_path):
-    made = trainer(tmp_path, callback(print_table=False), max_steps=1)
-    fp8_uncompile(made.model)
-    made.train()
-    assert num_updates(made.model) == 1
-
-
-def test_a_training_that_an_error_ended_is_followed_by_another(tmp_path):
-    class Failing(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            raise RuntimeError("of the user")
-
-    model, own = llama(), callback(print_table=False, monitor=1)
-    failing = trainer(tmp_path, own, model=model, max_steps=2)
-    failing.add_callback(Failing())
-    with pytest.raises(RuntimeError, match="of the user"):
-        failing.train()
-    trainer(tmp_path, own, model=model, max_steps=2).train()
-    assert own.monitor.latest.step == 2
-    tokens = torch.stack([row["input_ids"] for row in token_data(4)])
-    with pytest.raises(RuntimeError, match="of the user"):
-        failing.train()
-
-    def go_on():
-        for _ in range(6):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            with torch.no_grad():
-                model.model.embed_tokens.weight.mul_(0.99)
-
-    with pytest.warns(Fp8Warning, match="4 updates of the weights without"):
-        go_on()
-
-
-def test_an_evaluation_in_high_precision_says_so(tmp_path, caplog):
+def test_what_has_no_state_is_said(tmp_path, caplog):
+    """A checkpoint of another training, the best model that was saved alone, an evaluation before the callback was there."""
+    caplog.set_level(logging.WARNING, logger="fp8pass")
+    trainer(tmp_path / "plain", max_steps=2, save_steps=1).train()
+    resumed = trainer(tmp_path / "fp8", callback(), max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
+    assert "trained without Fp8Callback" in caplog.text
+    assert (state(resumed.model).amax_history(WEIGHT) > 0).sum() == 1
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    done = trainer(tmp_path, callback(), max_steps=4, **options, **best)
+    done.train()
+    assert "has the best weights and no fp8_state.safetensors" in caplog.text
+    assert not state(done.model).amax_history(WEIGHT).any()
+    assert state(done.model).amax_history(WEIGHT.replace("weight", "input")).any()
     late = trainer(tmp_path)
-    late.add_callback(callback(print_table=False))
-    with caplog.at_level(logging.WARNING, logger="fp8pass"):
-        late.evaluate()
-        late.evaluate()
+    late.add_callback(callback())
+    late.evaluate()
+    late.evaluate()
     assert caplog.text.count("is evaluated in high precision") == 1
 
 
-def test_the_best_model_without_its_state_is_said(tmp_path, caplog):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    with caplog.at_level(logging.WARNING, logger="fp8pass"):
-        done = trainer(tmp_path, callback(print_table=False), max_steps=4, **options, **best)
-        done.train()
-    assert "has the best weights and no fp8_state.safetensors" in caplog.text
-    found = state(done.model)
-    assert not found.amax_history("model.layers.0.mlp.up_proj:weight").any()
-    assert found.amax_history("model.layers.0.mlp.up_proj:input").any()
+# -- one training after another
+
+
+def test_a_callback_takes_over_what_is_compiled_alike_and_names_what_is_not(tmp_path):
+    """And what no Trainer has run."""
+    model = llama()
+    trainer(tmp_path, callback("current"), model=model)
+    for turn in range(2):
+        trainer(tmp_path, callback(), model=model, max_steps=2).train()
+        assert num_updates(model) == 2 * (turn + 1)
+    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"delayed"}
+    by_hand = fp8_compile(llama(), RECIPE, backend="aot_eager", in_place=True)
+    trainer(tmp_path, callback(), model=by_hand, max_steps=2).train()
+    assert num_updates(by_hand) == 2
+    for other, message in (
+        (callback("current"), r"by default: DelayedScaling\(.* so far, Float8CurrentScaling\(.* in this callback"),
+        (callback(weight_copies="cache"), "weight_copies: 'auto' so far, 'cache' in this callback"),
+        (callback(strict=True), "schedule or strict"),
+    ):
+        with pytest.raises(OptionError, match=rf"{message}.*fp8_uncompile"):
+            trainer(tmp_path, other, model=model, max_steps=1).train()
+    fp8_uncompile(model)
+    made = trainer(tmp_path, callback("current"), model=model, max_steps=1)
+    fp8_uncompile(model)
+    made.train()
+    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"current"}
+
+
+# -- two ranks with DistributedDataParallel
+
+
+def trained_on_ranks(rank, folder, resume=None):
+    """The weights and the FP8 state after six steps, or after three from a checkpoint."""
+    AcceleratorState._reset_state()
+    model, options = llama(), {"ddp_backend": "gloo", "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    trainer = support.trainer_of(folder, model, recipe=RECIPE, **options)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    assert len({g.module for g in inspect(model).gemms if g.quantized}) == 7
+    saved = {name: value for name, value in state(model).state_dict().items() if not name.endswith(f"@{rank}")}
+    return {**model.state_dict(), **saved}
+
+
+@pytest.mark.dist
+@on_ranks(2, fresh=True)
+def test_two_ranks_agree_and_resume_bit_for_bit(rank, tmp_path):
+    warnings.simplefilter("error", Fp8FallbackWarning)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
+    whole = trained_on_ranks(rank, tmp_path / "whole")
+    rest = trained_on_ranks(rank, tmp_path / "rest", tmp_path / "whole" / "checkpoint-3")
+    assert_same_tensors(whole, everyone(whole)[1 - rank])
+    assert_same_tensors(rest, whole)

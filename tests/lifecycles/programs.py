@@ -14,10 +14,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import nested_compile_region
-from torch.func import functional_call, grad, jvp, vjp
+from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.lifecycles.harness import ALL_RECIPES, loop, program
 from tests.lifecycles.parts import HIDDEN, STEPS, WIDTH, batch, look, loss_of, mlp, sgd, train
@@ -61,15 +59,6 @@ def ema_by_data(fp8):
     _distilled(fp8, lambda kept, new: kept.data.mul_(0.5).add_(0.5 * new.data))
 
 
-@program(options=("cache", "in place"))
-def ema_by_averaged_model(fp8):
-    """torch's AveragedModel, evaluated in FP8 between steps."""
-    model = mlp()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    averaged = fp8.compile(average.module)
-    train(fp8, model, lr=0.5, after=lambda run: (average.update_parameters(model), look(run, 50, averaged)))
-
-
 def _exchange(run):
     """Right after a backward larger weights take the place of the model's, which is told of it, and give it back later."""
     if run.step % 3:
@@ -82,17 +71,6 @@ def _exchange(run):
 
 given = {"recipes": ("short", "recent", "current"), "options": ("cache", "in place", "manual", "monitor")}
 loop("exchanged_and_forgotten", mlp, **given, lr=0.5, after=_exchange, scales=True)
-
-
-@program(recipes=("delayed", "one", "rowwise"), options=("cache", "manual"))
-def soup_that_trains_on(fp8):
-    """The sum of several checkpoints, larger than each, is loaded, evaluated and trained on."""
-    model, saved = mlp(), []
-    run = train(fp8, model, steps=range(4), after=lambda _: saved.append(copy.deepcopy(model.state_dict())))
-    model.load_state_dict({name: torch.stack([each[name] for each in saved]).sum(0) for name in saved[0]})
-    fp8.forget(run.call)
-    look(run, 54)
-    train(fp8, model, run.call, steps=range(4, STEPS), scales=True)
 
 
 # -- weights that never train
@@ -142,21 +120,6 @@ def _from_the_aim(run, found, x):
 
 loop("teacher_inside_the_model", _Taught, options=("in place", "manual"), steps=LONG, loss=_from_the_aim)
 
-
-def _two_heads():
-    """The second one has no step of training, however many steps pass."""
-
-    def forward(self, x):
-        h = self.body(x).relu()
-        return self.head(h) if self.training else self.probe(h)
-
-    body, head, probe = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH)
-    nn.init.normal_(probe.weight, std=5e-4)
-    return Net(forward, body=body, head=head, probe=probe)
-
-
-evaluated = {"before": lambda run: run.model.train(), "after": lambda run: (run.model.eval(), look(run, 54))}
-loop("head_that_only_evaluates", _two_heads, options=("cache", "in place", "manual"), steps=LONG, **evaluated)
 
 # -- optimizers
 
@@ -237,67 +200,6 @@ def scaler_with_overflow(fp8):
     train(fp8, mlp(), optimizer=optimizer, loss=loss, also=unscale, scales=True)
 
 
-def _climb(run):
-    """SAM: the weights climb, a second gradient, and they come back."""
-    run.model.zero_grad()
-    loss_of(run.call(batch(run.step)), batch(run.step)).backward()
-    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
-    run.moved = [p.grad * (0.05 / norm) for p in run.model.parameters()]
-    _move(run)
-
-
-@torch.no_grad()
-def _move(run, sign=1):
-    for p, by in zip(run.model.parameters(), run.moved, strict=True):
-        p.add_(by, alpha=sign)
-
-
-loop("sharpness_aware", mlp, options=("cache", "manual"), before=_climb, also=functools.partial(_move, sign=-1))
-
-
-@program(options=("cache",), refused=STALE)
-def zeroth_order(fp8):
-    """MeZO: two forwards without gradients per step, at weights that are moved by `.data` and back."""
-    model = mlp()
-    run = types.SimpleNamespace(fp8=fp8, call=fp8.compile(model))
-
-    def move(seed, by):
-        generator = torch.Generator().manual_seed(seed)
-        for p in model.parameters():
-            p.data.add_(torch.randn(p.shape, generator=generator), alpha=by)
-
-    for step in range(STEPS):
-        move(step, 0.05)
-        up = loss_of(look(run, step), batch(step))
-        move(step, -0.1)
-        down = loss_of(look(run, step), batch(step))
-        move(step, 0.05 - 0.01 * float(torch.sign(up - down)))
-
-
-@program(recipes=("current", "short"), options=("cache",))
-def lbfgs(fp8):
-    """A closure that is called several times per step."""
-    model, x = mlp(), batch(0)
-    compiled = fp8.compile(model)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=2)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(compiled(x), x)
-        loss.backward()
-        fp8.note(loss=loss)
-        return loss
-
-    for _ in range(STEPS // 2):
-        optimizer.step(closure)
-
-
-def _clip(run):
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-loop("clipped", mlp, options=("cache", "manual"), lr=0.2, also=_clip)
-
 # -- models that become others
 
 
@@ -339,15 +241,6 @@ stages = {"before": lambda run: run.model[0].requires_grad_(not 3 <= run.step < 
 loop("frozen_in_stages", mlp, options=("cache", "in place", "manual"), lr=0.2, **stages)
 
 
-def _grow(run):
-    if run.step in (3, 6):
-        torch.manual_seed(run.step)
-        run.model.extend([nn.ReLU(), nn.Linear(WIDTH, WIDTH)])
-
-
-loop("growing_model", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), options=("cache", "in place", "manual"), before=_grow)
-
-
 def _experts():
     """Each expert reads all rows; the weights are one Parameter."""
     return Net(
@@ -379,16 +272,6 @@ def _replace(run):
 loop("replaced_parameters", mlp, options=("cache", "in place"), before=_replace)
 
 
-def _parametrized():
-    model = mlp()
-    for module in (model[0], model[2]):
-        nn.utils.parametrizations.weight_norm(module)
-    return model
-
-
-loop("weight_norm", _parametrized, recipes=("current", "short", "rowwise"), options=("cache",))
-
-
 def _load(run):
     look(run, 73)
     if run.step % 3 == 1:
@@ -412,20 +295,6 @@ def resumed_in_the_middle(fp8):
     train(fp8, models[1], compiled, optimizer=lambda _: second, steps=range(5, STEPS), scales=True)
 
 
-def _turn_back(run):
-    """To an earlier step: weights and state, evaluated before and after."""
-    look(run, 74)
-    if run.step == 3:
-        run.saved = copy.deepcopy(run.model.state_dict()), run.fp8.save(run.call)
-    if run.step == 7:
-        run.model.load_state_dict(run.saved[0])
-        run.fp8.load(run.call, run.saved[1])
-        look(run, 74)
-
-
-loop("turned_back_to_a_checkpoint", mlp, options=("manual", "in place", "cache"), lr=0.3, after=_turn_back)
-
-
 def _noted(run, out, x):
     run.fp8.note(out=out)
     return loss_of(out.float(), x.float())
@@ -446,21 +315,6 @@ def _cloned():
 SMALL = {"lr": 50.0, "loss": lambda run, out, x: 1e-3 * loss_of(out, x), "scales": True}
 given = {"recipes": ALL_RECIPES, "options": ("monitor", "manual", "in place", "save", "recompute", "strict")}
 loop("hooks_that_clone", mlp, **given, around=_cloned, **SMALL)
-
-
-class _Hooked(nn.Module):
-    """Dynamo runs its frame eagerly because of the hooks, and compiles those of the modules that it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = Stack([nn.Linear(WIDTH, HIDDEN)]), Stack([nn.Linear(HIDDEN, WIDTH)])
-
-    def forward(self, x):
-        with _cloned():
-            return self.down(self.up(x).relu())
-
-
-loop("hooks_inside_the_model", _Hooked, recipes=("short", "delayed", "current"), **SMALL)
 
 
 @program(recipes=("short", "delayed", "blockwise"))
@@ -733,34 +587,6 @@ loop("regions_in_regions", _half_frozen, **given, after=lambda run: look(run, 82
 # -- models
 
 
-def _changed(change):
-    """A gradient inside of the model's forward, of something that is no GEMM, or another operation before it."""
-    return Net(lambda self, x: self.net(self.change(x)), net=mlp(), change=change)
-
-
-#: name -> what comes before an MLP in the forward.
-CHANGES = {
-    "grad": lambda x: grad(lambda t: t.square().sum() / 2)(x),
-    "vjp": lambda x: vjp(torch.sin, x)[1](torch.ones_like(x))[0],
-    "jvp": lambda x: jvp(torch.sin, (x,), (torch.ones_like(x),))[1],
-    "fourier": lambda x: torch.fft.irfft(torch.fft.rfft(x) * 0.5, n=WIDTH),
-    "flipped": lambda x: x.flip(-1),
-    "expanded": lambda x: x[:1].expand(32, -1),
-    "transposed": lambda x: x.t().contiguous().t(),
-}
-for name, change in CHANGES.items():
-    loop(f"{name}_inside_the_model", functools.partial(_changed, change), recipes=("short", "current"), steps=range(2))
-
-
-def _pruned():
-    model = mlp(2)
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-    return model
-
-
-loop("pruned_by_torch", _pruned, recipes=("current",), steps=range(4))
-
-
 def _hyper():
     """One network makes the weights of another."""
     return Net(
@@ -770,34 +596,7 @@ def _hyper():
     )
 
 
-def _cell():
-    """A recurrent cell, three times."""
-
-    def forward(self, x):
-        h = torch.zeros_like(x)
-        for _ in range(3):
-            h = torch.tanh(self.into(x) + self.again(h))
-        return h
-
-    return Net(forward, into=nn.Linear(WIDTH, WIDTH), again=nn.Linear(WIDTH, WIDTH))
-
-
-def _normalized():
-    """EDM2's: weights are normalized in each forward, and written back under no_grad."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.copy_(F.normalize(self.weight, dim=1))
-        return F.linear(x, F.normalize(self.weight, dim=1))
-
-    return Net(forward, weight=nn.Parameter(torch.randn(HIDDEN, WIDTH)))
-
-
 loop("hypernetwork", _hyper, recipes=("short", "rowwise"), steps=range(4))
-loop("recurrent_cell", _cell, recipes=("current", "mxfp8"), steps=range(4))
-square = {"loss": lambda run, out, x: out.square().mean()}
-loop("forced_weight_balance", _normalized, recipes=("current",), steps=range(4), **square)
-
 # -- first steps, boundaries, interrupts
 
 given = {"recipes": ("short", "delayed", "one"), "scales": True}
@@ -835,22 +634,6 @@ ended = {"through": _end_step_before_backward, "ends": (), "options": ("manual",
 for around in (contextlib.nullcontext, _cloned):
     name = "backward_behind_a_boundary" + "_and_hooks" * (around is _cloned)
     loop(name, mlp, recipes=("short", "recent", "current"), around=around, **ended)
-
-
-@program(recipes=("short", "current"))
-def keyboard_interrupt_in_backward(fp8):
-    _interrupted(fp8, in_backward=True, error=KeyboardInterrupt)
-
-
-@program(recipes=("short", "current"))
-def modes_of_autograd(fp8):
-    with torch.autograd.detect_anomaly(check_nan=True):
-        train(fp8, mlp(), steps=range(2))
-    torch.use_deterministic_algorithms(True)
-    try:
-        train(fp8, mlp(), steps=range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @program(recipes=("current",))

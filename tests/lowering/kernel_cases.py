@@ -1,7 +1,7 @@
-"""Every kernel against the reference, bit for bit, on the device it is given: by the samples of
-`benchmarks/part0`, and a function for each case beside.
+"""Every kernel against the reference, bit for bit, on the device it is given: by the samples of `benchmarks/part0`, and a
+function for each case beside.
 
-`grouped_cases.py`, run as a script, prints as JSON what each case raised in Triton's interpreter on the CPU (None if nothing).
+Run as a script, it prints as JSON what each case raised in Triton's interpreter on the CPU (None if nothing).
 `test_kernels.py` runs that script, and these functions on a GPU where there is one.
 See NOTE [interpreter's faults] in tests/support/interpreter.py: they are mended, so that everything is compared bit for bit.
 """
@@ -20,11 +20,18 @@ import torch
 from benchmarks.part0 import operations
 from benchmarks.part0.samples import Sample, samples
 from lowering import products
+from lowering.blockwise import reference as blockwise_reference
 from lowering.casts import cast_with_scales
-from lowering.formats import E4M3, E5M2
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped import reference
+from lowering.grouped.reference import GroupedGemm
 from lowering.operation import NAMESPACE
 from lowering.products import Product
+from lowering.scaling import scale_shape
 from tests.support.fp8 import every_bfloat16
+from tests.support.moe import offsets
+
+TENSOR, ROW, MX, ONE, TWO = Granularity
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,40 +113,8 @@ def check(name: str, *arguments, **options) -> None:
         assert_same(actual, expected)
 
 
-def awkward(rows: int, cols: int, dtype: torch.dtype, device: str, non_finite: bool = False) -> torch.Tensor:
-    """Values over many binades with both zeros; NaN and both infinities far apart if asked for."""
-    generator = torch.Generator().manual_seed(1000 * rows + cols)
-    x = torch.randn(rows, cols, generator=generator) * torch.exp(2 * torch.randn(rows, cols, generator=generator))
-    x[::5, ::3], x[::7, ::2] = 0.0, -0.0
-    if non_finite and x.numel() > 8:
-        for place, value in zip((0, x.numel() // 2, x.numel() - 1), (torch.inf, -torch.inf, torch.nan), strict=True):
-            x.view(-1)[place] = value
-    return x.to(device=device, dtype=dtype)
-
-
 def scale_on(device: str, value: float = 3.7) -> torch.Tensor:
     return torch.tensor(value, device=device)
-
-
-@case
-def amax_of_views(device: str) -> None:
-    for x in (awkward(24, 35, torch.float32, device).view(2, 12, 5, 7), torch.randn(70000, device=device)):
-        for view in (x, x.transpose(0, -1), x[..., 1:], x[::2]):
-            check("amaxes", [view])
-    for value in (-torch.inf, -2.0):
-        check("amaxes", [torch.full((3, 40), value, device=device)])
-
-
-@case
-def amax_of_many_tiles(device: str) -> None:
-    """More partials than the last program reads at once, with the largest in the first and in the last of them."""
-    from lowering.tensorwise.kernels import PARTIALS_PER_STEP, finish_amax
-
-    for place in (0, -1):
-        partials = torch.zeros(3 * PARTIALS_PER_STEP + 5, dtype=torch.int32, device=device)
-        partials[place] = torch.tensor(7.5, device=device).view(torch.int32)
-        with poisoned_memory():
-            assert finish_amax(partials).item() == 7.5
 
 
 @case
@@ -149,78 +124,17 @@ def quantize_edges(device: str) -> None:
         check("quantize", every_bfloat16().to(device), scale_on(device, scale), fp8)
 
 
-def beside_ties(device: str) -> torch.Tensor:
-    """The middles of neighbouring FP8 values, each with the float32 values just below and just above it."""
-    found = []
-    for fp8 in FP8:
-        values = torch.arange(0x7C).to(torch.uint8).view(fp8).float()
-        middles = ((values[1:] + values[:-1]) / 2)[torch.isfinite(values[1:])]
-        found += [middles, torch.nextafter(middles, middles + 1), torch.nextafter(middles, middles - 1)]
-    magnitudes = torch.cat(found)
-    return torch.cat([magnitudes, -magnitudes]).to(device)
-
-
 @case
-def quantize_beside_ties(device: str) -> None:
-    for fp8 in FP8:
-        check("quantize", beside_ties(device), scale_on(device, 1.0), fp8)
-
-
-@case
-def quantize_by_ptx(device: str) -> None:
-    """Whole kernels with the PTX that is compiled for GPUs, executed by tests/support/ptx_machine.py off one."""
-    if device == "cuda":
-        return
-    import triton.language as tl
-
-    from lowering.triton import tile
-    from tests.support.interpreter import inline_asm_elementwise
-
-    with (
-        mock.patch.object(tile, "compiles_ptx", return_value=True),
-        mock.patch.object(tl, "inline_asm_elementwise", functools.partial(inline_asm_elementwise, executes=True)),
-    ):
-        quantize_beside_ties(device)
-        quantize_edges(device)
-        for fp8, sides in itertools.product(FP8, ({}, {"columnwise": True, "with_amax": True})):
-            check("cast", [awkward(129, 257, torch.float16, device, True).t()], [scale_on(device)], fp8, **sides)
-
-
-def every_exponent(device: str) -> torch.Tensor:
-    """A row for each power of two of float32, subnormal ones included, and for what lies around 1.75 times it, where the
-    scale's exponent changes: 128 columns, of which the last has the largest magnitude."""
-    powers = torch.cat([torch.arange(1, 255).int() << 23, 1 << torch.arange(0, 23).int(), torch.tensor([0]).int()])
-    around = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF]).int()
-    largest = (powers[:, None] | around).view(torch.float32).reshape(-1, 1)
-    x = torch.cat([(largest / 3).expand(-1, 127), -largest], 1)
-    return torch.cat([x, x[: -len(x) % 128]]).to(device)  # whole tiles
-
-
-@case
-def cast_blockwise_edges(device: str) -> None:
-    """Whole tiles with a block of zeros, tiny values and infinity, and copies of them that travel; every exponent."""
-    whole = awkward(256, 384, torch.bfloat16, device)
-    whole[:, 128:256], whole[:, 7], whole[:128, 300] = 0, 1e-30, torch.inf
-    for columnwise, kind in itertools.product((False, True), ("block_1x128", "block_128x128")):
-        check("cast_with_scales", [whole], E4M3, compact=True, columnwise=columnwise, granularity=kind, power_of_2=columnwise)
-    for fp8, epsilon in itertools.product(FP8, (0.0, 3e-5)):
-        options = {"granularity": "block_1x128", "power_of_2": True, "epsilon": epsilon, "columnwise": True}
-        check("cast_with_scales", [every_exponent(device)], fp8, **options)
-        check("cast_with_scales", [whole], fp8, **options)
-
-
-@case
-def mxfp8_codes(device: str) -> None:
-    """Amaxes at powers of two, a step below and above, in blocks along both dimensions; the FP8 values beside ties."""
+def scales_of_every_exponent(device: str) -> None:
+    """Amaxes at powers of two, a step below and above what changes the scale, in blocks along both dimensions."""
     powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)
     for fp8, most in ((E4M3, 448 / 256), (E5M2, 57344 / 32768)):
         amaxes = torch.cat([powers * f for f in (1, most, most * (1 - 2**-23), most * (1 + 2**-23))]).float()
-        x = torch.zeros(amaxes.numel(), 32)
+        amaxes = torch.cat([amaxes, amaxes[: -amaxes.numel() % 128]])
+        x = torch.zeros(amaxes.numel(), 128, device=device)
         x[:, 5], x[:, 6] = amaxes, -amaxes / 3
-        ties = torch.nn.functional.pad(beside_ties("cpu"), (0, -beside_ties("cpu").numel() % 31)).view(-1, 31)
-        ties = torch.nn.functional.pad(ties, (1, 0), value=448.0 if fp8 == E4M3 else 57344.0)
-        for values in (x, x.t(), ties.nan_to_num(0.0, 0.0, 0.0)):
-            check("cast_with_scales", [values.to(device)], fp8, granularity="block_1x32", columnwise=True)
+        for values, granularity in itertools.product((x, x.t()), ("block_1x32", "block_1x128")):
+            check("cast_with_scales", [values], fp8, granularity=granularity, columnwise=True)
 
 
 @case
@@ -243,16 +157,10 @@ def scales_of_blocks_of_128(device: str) -> None:
 
 
 @case
-def statistics_read_once(device: str) -> None:
-    """Where casts gave the factors of lines, no amax is computed."""
-    x, options = awkward(100, 140, torch.bfloat16, device), {"granularity": "row_wise", "columnwise": True, "power_of_2": True}
-    factors = cast_with_scales([x], E4M3, granularity="row_wise", columnwise=True, pad_rows=True)[1::2]
-    with mock.patch("lowering.kernels._amaxes", side_effect=AssertionError("one read more")):
-        kernel("quantization_statistics")(x, E4M3, None, None, None, None, *factors, **options)
+def epilogues(device: str) -> None:
+    """The kernel behind a GEMM, of its sums [m, padded n]."""
+    from lowering.triton import epilogue
 
-
-def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, Product]]:
-    """Sums [m, padded n] of a GEMM, and the product that they are of."""
     for (m, n), out, of_bias in itertools.product(((1, 16), (9, 70), (13, 513), (40, 1040)), INPUTS, (None, *INPUTS)):
         generator = torch.Generator().manual_seed(m * n)
         sums = (torch.randn(m, n + -n % 16, generator=generator) * 300).to(device)
@@ -260,41 +168,132 @@ def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, Product]]:
         a, b = (torch.zeros(size, 16, dtype=E4M3, device=device) for size in (m, n))
         lines = [torch.rand(size, 1, generator=generator).to(device) * 1e-3 for size in (m, n)]
         bias = None if of_bias is None else torch.randn(2 * n, generator=generator).to(device, of_bias)[::2]
-        for scales in (lines, [lines[0], scale_on(device, 0.37)], [scale_on(device, 0.37), lines[1]]):
-            yield sums, Product(a, b.t(), *scales, bias, out_dtype=out)
-
-
-@case
-def epilogues(device: str) -> None:
-    """The kernel behind a GEMM."""
-    from lowering.triton import epilogue
-
-    for sums, product in products_of_lines(device):
-        n = product.b.shape[1]
-        for scales_lines, expected in ((True, products.scaled_lines), (False, products.finished)):
+        one, ways = scale_on(device, 0.37), ((True, products.scaled_lines), (False, products.finished))
+        for of_lines, (scales_lines, expected) in itertools.product((lines, [lines[0], one], [one, lines[1]]), ways):
+            product = Product(a, b.t(), *of_lines, bias, out_dtype=out)
             found = epilogue.launch(sums.clone(), n, product, scales_lines)
             assert_same(found, expected(sums[:, :n].clone(), product).contiguous())
 
 
+# -- GEMMs: products of small integers and scales that are powers of two, so that every order of additions is exact
+
+ROUTINGS = [[0, 1, 7, 15, 16, 17, 127, 128, 129], [3, 0, 0, 0, 90], [0, 150, 0]]
+#: Rows that belong to no group; they hold NaN.
+TAIL = 11
+
+
+def integers(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float().to(dtype)
+
+
+def scales(kind: Granularity, outer: int, inner: int, groups: int, per_group: bool, seed: int) -> torch.Tensor:
+    """Compact scales of a copy: powers of two for blocks, any float otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind is TENSOR:
+        return torch.rand(groups if per_group else (), generator=generator) + 0.5
+    shape = scale_shape(outer, inner, kind)
+    shape = (groups, *shape) if per_group else shape
+    if kind is ROW:
+        return torch.rand(shape, generator=generator) + 0.5
+    return torch.exp2(torch.randint(-2, 3, shape, generator=generator).float())
+
+
+def options_of(pair: tuple[Granularity, Granularity], **options) -> dict:
+    return {"granularity_a": pair[0].value, "granularity_b": pair[1].value, **options}
+
+
 @case
-def tile_counts(device: str) -> None:
-    """Sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
-    from tests.support.small_kernels import count
+def dense_blockwise(device: str) -> None:
+    """Without groups, by blocks; scales are as casts write them."""
+    from lowering.blockwise.kernels import multiply
 
-    largest = 2**31 - 1
-    for size in (0, 1, 127, 128, 129, largest - 8191, largest - 8190, largest - 127, largest - 1, largest):
-        for block in (16, 128, 8192):
-            counted = torch.full((), -1, dtype=torch.int32, device=device)
-            count[(1,)](counted, size, BLOCK=block)
-            assert counted.item() == -(-size // block), (size, block)
+    sizes = [(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)]
+    for i, (outers, pair) in enumerate(itertools.product(sizes, [(ONE, TWO), (TWO, ONE), (ONE, ONE)])):
+        (a, scale_a), (b, scale_b) = (
+            cast_with_scales([integers(outer, outers[2], dtype=torch.float32)], fp8, granularity=kind.value, power_of_2=True)
+            for outer, kind, fp8 in zip(outers[:2], pair, (E5M2, E4M3), strict=True)
+        )
+        operands = a, b.t(), scale_a, scale_b, *([torch.arange(float(outers[1]))] * (i % 2))
+        options = options_of(pair, out_dtype=INPUTS[(i + i // 3) % 3])
+        with poisoned_memory():
+            found = multiply(Product(*(x.to(device) for x in operands), **options))
+        assert_same(found, blockwise_reference.multiply(Product(*operands, **options)))
 
 
-def main(cases: dict[str, Callable[[str], None]]) -> None:
+PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (ONE, ONE), (ONE, TWO)]
+
+
+@case
+def grouped_gemms(device: str) -> None:
+    """Rows of experts 2D x 3D, with rows of no group that hold NaN; stacks 3D x 3D; columns at padded offsets 2D x 2D. Ragged k
+    and n, wide tiles, with and without biases, in all output dtypes and both orders of formats."""
+    from lowering.grouped.gemm_kernels import scaled_grouped_mm
+
+    rows = [("rows", sizes, pair) for sizes, pair in zip(ROUTINGS * 4, [pair for pair in PAIRS for _ in range(2)], strict=True)]
+    stacks = [("stacks", [70] * 3, pair) for pair in (*PAIRS, (TWO, ONE))]
+    columns = [("columns", sizes, (kind, kind)) for sizes, kind in itertools.product(ROUTINGS, (TENSOR, ROW, ONE))]
+    for i, (form, sizes, pair) in enumerate([*rows, *stacks, *columns]):
+        num_rows, groups, offs = sum(sizes) + TAIL, len(sizes), offsets(sizes)
+        fp8 = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))[i % 3]
+        m, n, k = num_rows if form == "rows" else 130, (48, 130, 272)[i // 2 % 3], (160, 128, 48)[i % 3]
+        if form == "columns":
+            align = reference.alignment(pair[0])
+            k = reference.padded_width(num_rows, groups, align)
+            a, b = (
+                reference.transposed_copy(integers(num_rows, outer, dtype=dtype), offs, align=align)
+                for outer, dtype in zip((m, n), fp8, strict=True)
+            )
+        else:
+            a = integers(*([groups] * (form == "stacks")), m, k, dtype=fp8[0])
+            b = integers(groups, n, k, dtype=fp8[1], seed=1)
+        per_group = pair[0] is ROW if form == "columns" else form == "stacks"
+        scale_a = scales(pair[0], m, k, groups, per_group, 2)
+        scale_b = scales(pair[1], n, k, groups, per_group or form == "rows", 3)
+        if form == "rows":
+            for given in (a, *([scale_a] * (scale_a.dim() > 0))):
+                given[sum(sizes) :] = torch.nan
+        bias = torch.arange(groups * n).view(-1, n).to(INPUTS[i // 4 % 3]) if i % 4 in (0, 3) and form != "columns" else None
+        options = options_of(pair, out_dtype=INPUTS[(i + i // 3) % 3], fast_accum=i % 2 == 0 and pair[0].block is None)
+        operands = a, b.mT, scale_a, scale_b, None if form == "stacks" else offs, bias
+        there = [None if x is None else x.to(device) for x in operands]
+        with poisoned_memory():
+            found = scaled_grouped_mm(GroupedGemm(*there, **options))
+        assert_same(found, reference.scaled_grouped_mm(*operands, **options))
+
+
+@case
+def rows_at_padded_offsets(device: str) -> None:
+    """There and back, with factors and groups; rows that belong to no group, and padding, are left alone."""
+    from lowering.grouped import column_kernels as kernels
+    from lowering.grouped.gemm_kernels import clear_rows_of_no_group
+
+    for sizes, k in zip(ROUTINGS, (160, 2064, 16), strict=True):
+        offs, num_rows = offsets(sizes).to(device), sum(sizes) + TAIL
+        q, scale_inv = integers(num_rows, k), scales(ONE, num_rows, k, len(sizes), False, 1)
+        expected, groups = reference.padded_rows(q, offs.cpu(), None, 128)
+        is_row = expected >= 0
+        with poisoned_memory():
+            rows, padded, factors, indices = kernels.padded_rows(q.to(device), scale_inv.to(device), offs)
+            back = kernels.rows_of_groups(padded.float().to(torch.bfloat16), rows, num_rows)
+        assert_same(rows, expected.to(torch.int32))
+        assert_same(indices, torch.where(is_row, groups, -1).to(torch.int32))
+        assert_same(padded.cpu()[is_row], q[expected[is_row]])
+        assert padded.cpu()[~is_row].view(torch.uint8).eq(0xFF).all(), "not written"
+        at_rows = torch.where(is_row[:, None], scale_inv[expected.clamp(min=0)], 0.0)
+        assert_same(factors, at_rows.t().contiguous().t())
+        assert_same(back[: sum(sizes)], q[: sum(sizes)].to(torch.bfloat16))
+        assert back[sum(sizes) :].isnan().all(), "not written"
+        cleared = clear_rows_of_no_group(torch.ones_like(back), offs).cpu()
+        assert torch.equal(cleared != 0, (torch.arange(num_rows) < sum(sizes))[:, None].expand(num_rows, k))
+
+
+def main() -> None:
     from tests.support.interpreter import exact_interpreter
 
     results = {}
     with exact_interpreter():
-        for name, function in cases.items():
+        for name, function in CASES.items():
             try:
                 function("cpu")
             except Exception:
@@ -302,3 +301,7 @@ def main(cases: dict[str, Callable[[str], None]]) -> None:
             else:
                 results[name] = None
     json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,5 @@
 """Quantization with scales of rows and of blocks: oracles, golden data and torchao, layouts, edges, bounds."""
 
-import functools
-import itertools
 import json
 import math
 from pathlib import Path
@@ -11,15 +9,11 @@ import pytest
 import torch
 
 import lowering
-from lowering.blockwise import reference as blockwise
-from lowering.copies import CastOptions
-from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX, Granularity
+from lowering.formats import E4M3, E5M2, FLOAT32_MAX
 from lowering.mxfp8 import reference as mxfp8
-from lowering.rowwise import reference as rowwise
-from lowering.scaling import e8m0_from_amax
 from tests.support.cases import each
 from tests.support.copies import one_copy
-from tests.support.fp8 import VALUES, codes_of, rows_of_range, same_bits, wide_range
+from tests.support.fp8 import VALUES, codes_of, same_bits, wide_range
 
 ops = torch.ops.lowering
 GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
@@ -31,6 +25,7 @@ SQUARES = {**KINDS, "32x32": (32, 32)}
 
 
 def quantized(kind: str, x: torch.Tensor, dtype: torch.dtype = E4M3, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks of 32 without options: their scales are powers of two."""
     if kind == "rows":
         return lowering.quantize_rowwise(x, dtype, **options)
     if kind in ("1x32", "32x32"):
@@ -70,7 +65,7 @@ def oracle(x: torch.Tensor, dtype: torch.dtype, kind: str, power_of_2: bool) -> 
     return q, scales
 
 
-@each("shape", [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5), (5, 1), (1, 1)])
+@each("shape", [(1, 130), (129, 257), (128, 128), (5, 1)])
 @each("kind", SQUARES)
 @each("power_of_2", [True, False])
 @each("dtype", FP8)
@@ -78,7 +73,7 @@ def test_against_an_independent_oracle(shape, kind, power_of_2, dtype):
     x = wide_range(*shape)
     x[shape[0] // 2] = 0 if shape[0] > 1 else 1
     for oriented in (x, x.t()):
-        q, scales = quantized(kind, oriented, dtype, **({} if "32" in kind else {"power_of_2": power_of_2}))
+        q, scales = quantized(kind, oriented, dtype, power_of_2=power_of_2)
         q_expected, expected = oracle(oriented, dtype, kind, power_of_2)
         assert np.array_equal(q.view(torch.uint8).numpy(), q_expected)
         assert same_bits(scales, torch.from_numpy(expected))
@@ -94,46 +89,19 @@ def test_golden(case):
         assert same_bits(scale_inv, torch.from_numpy(GOLDEN[f"{key}_{scale_name}"]))
 
 
-@each("kind", KINDS)
-@each("shape", [(130,), (2, 3, 150), (0, 5), (4, 0), (2, 0, 3)])
-def test_any_shape_is_flattened_to_rows(kind, shape):
-    x, (height, width) = wide_range(*shape), KINDS[kind]
-    q, scales = quantized(kind, x)
-    rows = math.prod(shape[:-1])
-    assert q.shape == x.shape
-    assert q.is_contiguous()
-    assert scales.shape == (-(-rows // height), 1 if width is None else -(-shape[-1] // width))
-    assert scales.is_contiguous()
-    for got, want in zip((q, scales), quantized(kind, x.reshape(rows, shape[-1])), strict=True):
-        assert same_bits(got.reshape(want.shape), want)
-
-
-def test_a_large_weight_has_the_scales_of_its_blocks():
-    x = torch.randn(4096, 11008, dtype=torch.bfloat16)
-    q, scale_inv = lowering.quantize_blockwise(x, E4M3, (128, 128))
-    amax = torch.nn.functional.max_pool2d(x.abs().float()[None], 128)[0]
-    assert torch.equal(scale_inv, torch.exp2(torch.ceil(torch.log2(amax / 448))))
-    assert q.shape == x.shape
-
-
 @each("value", [0.0, float("inf"), float("-inf"), float("nan")])
 @each("dtype", FP8)
 @each("kind", ["rows", "1x128", "128x128"])
 def test_what_is_zero_or_not_finite_has_scale_one_and_stays_visible(value, dtype, kind):
     x = torch.ones(130, 260)
-    x[: KINDS[kind][0] if kind == "128x128" else 128, : KINDS[kind][1]] = 0
+    x[:128, : KINDS[kind][1]] = 0
     x[5, 7] = value
     q, scale_inv = quantized(kind, x, dtype)
     assert scale_inv[0 if kind == "128x128" else 5, 0] == 1
     assert scale_inv[-1, -1] != 1
-    got = q[5, 7].float().item()
-    if math.isinf(value) and dtype == E5M2:
-        assert got == value
-    elif value != 0:
-        assert math.isnan(got)
-    finite = torch.ones_like(x, dtype=torch.bool)
-    finite[5, 7] = False
-    assert q.float()[finite].isfinite().all()
+    expected = torch.tensor(value if value == 0 or (math.isinf(value) and dtype == E5M2) else math.nan)
+    torch.testing.assert_close(q[5, 7].float(), expected, rtol=0, atol=0, equal_nan=True)
+    assert (~q.float().isfinite()).sum() <= 1
 
 
 def test_bounds_of_scales():
@@ -150,46 +118,20 @@ def test_bounds_of_scales():
     assert torch.finfo(torch.float32).max == FLOAT32_MAX
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("power_of_2", [True, False])
-@each("epsilon", [0.0, 1e-12])
-def test_scales_and_values_of_rows_are_torchaos(dtype, power_of_2, epsilon):
-    """torchao counts amaxes below 1e-12 as that; we do with the same epsilon, and rows of zeros have scale 1 without."""
-    pytest.importorskip("torchao")
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
-
-    x = wide_range(200, 96, dtype=dtype)
-    x[7] *= 1e-30
-    x[9] = 0
-    axis = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1, "round_scales_to_power_of_2": power_of_2}
-    scale = tensor_to_scale(x, E4M3, **axis)
-    q, scale_inv = lowering.quantize_rowwise(x, E4M3, power_of_2=power_of_2, epsilon=epsilon)
-    same = torch.ones(200, dtype=torch.bool)
-    same[[7, 9]] = bool(epsilon) and power_of_2  # epsilon is float64 there, its quotient may be the neighbouring float32
-    assert same_bits(scale_inv[same], scale.reciprocal()[same])
-    assert same_bits(q[same], to_fp8_saturated(x.float() * scale, E4M3)[same])
-
-
 # -- codes of MXFP8
 
 
 def edges(dtype: torch.dtype) -> torch.Tensor:
-    """Rows of one block each: every power of two, and the value a step below and above, as amax among small values; zeros,
-    subnormals, the largest number, inf, NaN, and both. [rows, 32]."""
-    finfo = torch.finfo(dtype)
+    """Rows of one block each, with an amax among small values: powers of two and 1.75 times them, and a step below and above;
+    zeros, subnormals, the largest number, inf, NaN. [rows, 32]."""
     powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)
     at_limits = torch.cat([powers * factor for factor in (1.0, 1.75, 1.75 * (1 - 2**-8), 1.75 * (1 + 2**-7))])
-    lowest = [0.0, finfo.smallest_normal, finfo.smallest_normal / 2, finfo.max, 448 * 2.0**-127, 448 * 2.0**-126]
-    amaxes = torch.cat([at_limits, torch.tensor([*lowest, torch.inf, torch.nan, -torch.inf], dtype=torch.float64)]).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.rand(amaxes.numel(), 32, generator=generator).double() * 2 - 1) * amaxes.double()[:, None].nan_to_num(1.0)
+    others = torch.tensor([0.0, torch.finfo(dtype).smallest_normal / 2, torch.finfo(dtype).max, torch.inf, torch.nan])
+    amaxes = torch.cat([at_limits, others.double()]).to(dtype)
+    x = (torch.rand(amaxes.numel(), 32).double() * 2 - 1) * amaxes.double()[:, None].nan_to_num(1.0)
     x = x.nan_to_num(1e30, 1e30, -1e30).to(dtype)
-    x[:, 7] = amaxes
-    x[::3, 9] = -0.0
-    both = torch.ones(1, 32, dtype=dtype)
-    both[0, :2] = torch.tensor([torch.inf, torch.nan])
-    return torch.cat([x, both])
+    x[:, 7], x[::3, 9] = amaxes, -0.0
+    return x
 
 
 def codes_with_one_nan(q: torch.Tensor) -> torch.Tensor:
@@ -197,40 +139,22 @@ def codes_with_one_nan(q: torch.Tensor) -> torch.Tensor:
     return q.view(torch.uint8).masked_fill(q.float().isnan(), 0x7F)
 
 
-@each("shape", [(1, 32), (3, 64), (128, 128), (160, 96), (129, 288), None])
 @each("dtype", FP8)
 @each("given", [torch.float32, torch.bfloat16])
-def test_both_orientations_and_all_edges_are_torchaos(shape, dtype, given):
+def test_both_orientations_of_all_edges_are_torchaos(dtype, given):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    x = edges(given) if shape is None else rows_of_range(*shape, dtype=given, spread=8)
-    for oriented in (x, x.t()):
-        if oriented.shape[1] % 32 == 0:
-            q, codes = lowering.quantize_mxfp8(oriented, dtype)
-            scale, expected = mx.to_mx(oriented.contiguous(), dtype, 32, mx.ScaleCalculationMode.RCEIL)
-            assert torch.equal(codes, scale.view(torch.uint8))
-            assert torch.equal(codes_with_one_nan(q), codes_with_one_nan(expected))
-            columns, scale_t = cast("1x32", [oriented.t().contiguous()], dtype, rowwise=False, columnwise=True)
-            assert torch.equal(codes_with_one_nan(columns), codes_with_one_nan(expected))
-            assert torch.equal(mxfp8.unswizzled(scale_t, *oriented.shape), codes)
-    assert shape is not None or {0, 1, 254, 255} <= set(codes.flatten().tolist())
+    x = edges(given)
+    q, codes = lowering.quantize_mxfp8(x, dtype)
+    scale, expected = mx.to_mx(x, dtype, 32, mx.ScaleCalculationMode.RCEIL)
+    assert torch.equal(codes, scale.view(torch.uint8))
+    columns, scale_t = cast("1x32", [x.t().contiguous()], dtype, rowwise=False, columnwise=True)
+    for made in (q, columns):
+        assert torch.equal(codes_with_one_nan(made), codes_with_one_nan(expected))
+    assert torch.equal(mxfp8.unswizzled(scale_t, *x.shape), codes)
+    assert {0, 1, 254, 255} <= set(codes.flatten().tolist())
 
 
-@pytest.mark.parametrize("dtype", FP8)
-def test_codes_are_the_smallest_powers_of_two_that_hold_the_block(dtype):
-    """By exact integers' logarithms, for the float32 quotient that the definition names."""
-    amax = torch.cat([rows_of_range(2000, 1, seed=3, spread=8).abs().flatten(), torch.tensor([1e-45, 1e-40, 1e-38, 3e38])])
-    for value, code in zip(amax / FP8_MAX[dtype], e8m0_from_amax(amax, dtype).tolist(), strict=True):
-        numerator, denominator = value.item().as_integer_ratio()
-        assert numerator << 127 <= denominator << code, "code is large enough"
-        assert code == 0 or numerator << 127 > denominator << (code - 1), "and no smaller one is"
-    # A float32 logarithm, torchao's way off SM100, rounds some quotients just above a power of two down.
-    exponents = torch.arange(-117, 108)
-    amax = FP8_MAX[dtype] * torch.exp2(exponents.float())
-    for factor, more in ((1, 127), (1 + 2**-23, 128)):
-        assert torch.equal(e8m0_from_amax(amax * factor, dtype).int(), exponents + more)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (300, 16)])
+@each("shape", [(1, 1), (128, 4), (300, 9)])
 def test_swizzled_scales_are_torchaos(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
@@ -255,7 +179,7 @@ def same_scales(kind: str, found: torch.Tensor, compact: torch.Tensor, outer: in
     return same_bits(found, torch.nn.functional.pad(stored, (0, -(-width // 4) * 4 - stored.shape[1])))
 
 
-@each("shape", [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (1, 1), (0, 5), (4, 0)])
+@each("shape", [(129, 257), (100, 150), (64, 128), (1, 1), (0, 5), (4, 0)])
 @each("kind", SQUARES)
 @each("pad", [False, True])
 def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
@@ -267,7 +191,7 @@ def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
     for columnwise, oriented in ((False, x), (True, x.t())):
         q, scales = both[2 * columnwise : 2 * columnwise + 2]
         outer, inner = oriented.shape
-        values, compact = quantized(kind, oriented, dtype, **({} if "32" in kind else {"power_of_2": False}))
+        values, compact = quantized(kind, oriented, dtype, power_of_2=False)
         assert q.shape == (outer + (-outer % 16 if pad else 0), inner + -inner % (32 if "32" in kind else 16))
         assert same_bits(q[:outer, :inner], values)
         assert not q.view(torch.uint8)[outer:].any()
@@ -285,38 +209,3 @@ def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
         for way in ways:
             assert same_bits(way[0], q)
             assert torch.equal(way[1], scales)
-
-
-def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
-    x, kind = wide_range(256, 150), Granularity.BLOCK_1X128
-    shards = [lowering.compact_blockwise(shard, E4M3, granularity=kind) for shard in x.chunk(2)]
-    gathered = [torch.cat(parts) for parts in zip(*shards, strict=True)]
-    for columnwise in (False, True):
-        actual = lowering.gemm_ready(*gathered[2 * columnwise :][:2], granularity=kind, columnwise=columnwise)
-        expected = lowering.cast_blockwise(x, E4M3, granularity=kind, columnwise=columnwise)
-        assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
-
-
-def test_padding_of_scales_is_written(monkeypatch):
-    def poisoned(*args, **kwargs):
-        raise AssertionError("uninitialised memory in the reference")
-
-    monkeypatch.setattr(blockwise.torch, "empty", poisoned)
-    lowering.cast_blockwise(torch.ones(5, 130), E4M3, granularity=Granularity.BLOCK_1X128, pad_outer=True)
-
-
-@each(("rows", "columns"), [(True, True), (True, False), (False, True)])
-@each("pads", [{}, {"pad_rows": True, "pad_cols": True}])
-def test_casts_by_amaxes_share_a_vector_of_scales(rows, columns, pads):
-    xs = [wide_range(*shape) for shape in [(33, 50), (0, 5), (16, 32), (1, 1)]]
-    wanted = {"rowwise": rows, "columnwise": columns}
-    *data, scales = ops.cast_lines_rowwise(xs, ops.amax_rowwise(xs, **wanted), E4M3, **wanted, **pads)
-    slices, length = rowwise.scale_slices([x.shape for x in xs], CastOptions(rows, columns, **pads))
-    assert scales.shape == (length,)
-    assert all(start % 4 == 0 for start, _ in slices)
-    orientations = [side for side, is_wanted in ((False, rows), (True, columns)) if is_wanted]
-    of_rows = functools.partial(ops.cast_with_scales, dtype=E4M3, granularity="row_wise")
-    for (place, side), (i, x) in itertools.product(enumerate(orientations), enumerate(xs)):
-        q, scale_inv = of_rows([x], **one_copy(columnwise=side, pad_outer=bool(pads)))
-        assert same_bits(data[place * len(xs) + i], q)
-        assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])

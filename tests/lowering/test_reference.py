@@ -1,34 +1,60 @@
-"""The references of tensorwise/ and state.py: golden data bit for bit, and oracles written here in float64 and plain Python."""
+"""The references of tensorwise/ and state.py: golden data bit for bit, and oracles written here in float64 and plain Python;
+the two FP8 formats, and the PTX that converts to them."""
 
 import json
 import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
+from lowering import formats
 from lowering import state as state_reference
-from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
+from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX, PACK, Granularity, ptx_to_fp8
 from lowering.state import update_scales_on_cpu
 from lowering.tensorwise import reference
 from tests.support.cases import each
-from tests.support.fp8 import bits, codes_of, every_bfloat16
-
-hypothesis = pytest.importorskip("hypothesis")
-given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
+from tests.support.fp8 import VALUES, bits, codes_of, every_bfloat16
+from tests.support.ptx_machine import run_piece
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+INF, NAN = math.inf, math.nan
 
 
-def oracle(x: np.ndarray, scale: float, dtype: torch.dtype) -> np.ndarray:
-    """FP8 codes of float32 x times float32 scale."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        product = (x * np.float32(scale)).astype(np.float64)
-    infinity = {E4M3: 0x7F, E5M2: 0x7C}[dtype] | np.signbit(x) * 0x80
-    return np.where(np.isinf(x), infinity, codes_of(product, dtype)).astype(np.uint8)
+# -- formats
+
+
+def test_the_formats():
+    for dtype, values in VALUES.items():
+        assert values.tolist() == torch.arange(len(values), dtype=torch.uint8).view(dtype).double().tolist()
+        assert formats.fp8_max(dtype) == values[-1] == torch.finfo(dtype).max
+
+
+def test_the_finest_granularity():
+    """As strings "block_128x128" comes before "block_1x128", which is finer."""
+    assert Granularity.finest([Granularity.BLOCK_128X128, Granularity.BLOCK_1X128]) is Granularity.BLOCK_1X128
+
+
+def same_but_for_signs_of_nan(found: np.ndarray, expected: torch.Tensor) -> bool:
+    nan, codes = expected.float().isnan().numpy(), expected.view(torch.uint8).numpy()
+    return bool((found[~nan] == codes[~nan]).all() and (found[nan] == 0x7F).all())
+
+
+@each("dtype", FORMATS.values())
+def test_the_piece_of_ptx_is_torchs_cast_of_every_bfloat16_and_of_what_lies_beside_ties(dtype):
+    """Executed after the PTX ISA. NOTE [one piece of PTX] in lowering/formats.py."""
+    finite = torch.tensor(VALUES[dtype]).float()
+    middles = (finite[1:] + finite[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(towards)) for towards in (-INF, INF)]
+    values = torch.cat([every_bfloat16().float(), finite, middles, *beside])
+    for x in (values, -values):
+        limited = x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype])  # NaN stays
+        assert same_but_for_signs_of_nan(run_piece(ptx_to_fp8(dtype), [x.numpy()], PACK), limited.to(dtype))
+
+
+# -- casts with one scale
 
 
 def assert_codes(actual: torch.Tensor, expected: np.ndarray) -> None:
@@ -53,6 +79,36 @@ def test_current_scaling_equals_golden_data(case):
     assert_codes(reference.quantize(x, scale, dtype), CURRENT[f"{key}_q"])
 
 
+@each("dtype", FORMATS.values())
+@each("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
+def test_every_bfloat16_value_is_cast_as_an_oracle_says(dtype, scale):
+    x = every_bfloat16().float().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = (x * np.float32(scale)).astype(np.float64)
+    infinity = {E4M3: 0x7F, E5M2: 0x7C}[dtype] | np.signbit(x) * 0x80
+    expected = np.where(np.isinf(x), infinity, codes_of(product, dtype)).astype(np.uint8)
+    assert_codes(reference.quantize(every_bfloat16(), torch.tensor(scale), dtype), expected)
+
+
+@each(
+    ("amax", "options", "expected"),
+    [
+        (0.0, {}, 1.0),
+        (INF, {}, 1.0),
+        (0.0, {"epsilon": 2.0}, 224.0),
+        (NAN, {"epsilon": 2.0}, 1.0),
+        (1e-44, {}, FLOAT32_MAX),
+        (1e-44, {"power_of_2": True}, 2.0**127),
+        (3.0, {"margin": 2}, float(np.float32(112) / np.float32(3))),
+        (3.0, {"power_of_2": True}, 128.0),
+    ],
+)
+def test_scale_from_amax(amax, options, expected):
+    assert reference.scale_from_amax(torch.tensor(amax), E4M3, **options).item() == expected
+
+
+# -- the state of delayed scaling
+
 UPDATES = each("update_scales", [state_reference.update_scales, update_scales_on_cpu])
 
 
@@ -68,138 +124,17 @@ def test_delayed_scaling_equals_golden_data(case, update_scales):
         assert torch.equal(scale, torch.tensor([step["scale_after"]]))
 
 
-@each("dtype", [E4M3, E5M2])
-@each("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
-def test_every_bfloat16_value_is_cast_as_the_oracle_says(dtype, scale):
-    x = every_bfloat16()
-    assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.float().numpy(), scale, dtype))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.floats(width=32), min_size=1, max_size=40),
-    st.floats(min_value=2.0**-60, max_value=2.0**60, width=32),
-    st.sampled_from([E4M3, E5M2]),
-)
-def test_any_float32_value_is_cast_as_the_oracle_says(values, scale, dtype):
-    x = torch.tensor(values, dtype=torch.float32)
-    assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.numpy(), scale, dtype))
-
-
-INF, NAN = math.inf, math.nan
-
-
-@each(("values", "expected"), [([], 0.0), ([0.0, -0.0], 0.0), ([1.0, -3.0], 3.0), ([-INF, 1.0], INF), ([INF, NAN], NAN)])
-@each("dtype", DTYPES.values())
-def test_amax(values, expected, dtype):
-    result = reference.amax(torch.tensor(values, dtype=dtype))
-    torch.testing.assert_close(result, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
-
-
-@each(
-    ("amax", "options", "expected"),
-    [
-        (0.0, {}, 1.0),
-        (INF, {}, 1.0),
-        (NAN, {}, 1.0),
-        (0.0, {"epsilon": 2.0}, 224.0),
-        (NAN, {"epsilon": 2.0}, 1.0),
-        (1e-44, {}, FLOAT32_MAX),
-        (1e-44, {"power_of_2": True}, 2.0**127),
-        (3.0, {"margin": 2}, float(np.float32(112) / np.float32(3))),
-        (3.0, {"power_of_2": True}, 128.0),
-        (448.0, {"power_of_2": True}, 1.0),
-    ],
-)
-def test_scale_from_amax(amax, options, expected):
-    assert reference.scale_from_amax(torch.tensor(amax), E4M3, **options).item() == expected
-
-
-@each("shape", [(33, 50), (1, 130), (16, 32), (0, 5), (5, 0)])
-@each("pad_rows", [False, True])
-@each("pad_cols", [False, True])
-def test_layouts_and_padding(shape, pad_rows, pad_cols):
-    x, scale = torch.randn(shape), torch.tensor(3.0)
-    rowwise, columnwise, amax = reference.cast(
-        [x], [scale], E4M3, pad_rows=pad_rows, pad_cols=pad_cols, columnwise=True, with_amax=True
-    )
-    (rows, cols), (rows16, cols16) = shape, (-(-size // 16) * 16 for size in shape)
-    assert rowwise.shape == (rows16 if pad_rows else rows, cols16)
-    assert columnwise.shape == (cols16 if pad_cols else cols, rows16)
-    assert rowwise.is_contiguous()
-    assert columnwise.is_contiguous()
-    assert torch.equal(amax, reference.amax(x))
-    for copy, (inner_rows, inner_cols), source in ((rowwise, shape, x), (columnwise, shape[::-1], x.t())):
-        expected = torch.zeros(copy.shape, dtype=torch.uint8)
-        expected[:inner_rows, :inner_cols] = bits(reference.quantize(source.contiguous(), scale, E4M3))
-        assert torch.equal(bits(copy), expected)
-
-
-def python_boundary(history, scale, limit, algo, margin):
-    """One tensor's boundary as numerics.md writes it, on a list of floats. Returns the history, scale and the count."""
-    a = history[0]
-    if a == 0 or not math.isfinite(a):
-        return [0.0, *history[1:]], scale, int(not math.isfinite(a))
-    window = [*history[1:], a]
-    amax = max(window) if algo == "max" else a
-    if amax != 0:
-        with np.errstate(over="ignore"):
-            scale = float(np.float32(limit / 2.0**margin) / np.float32(amax))
-        scale = min(scale, FLOAT32_MAX)
-    return [0.0, *history[2:], a] if len(history) > 1 else [0.0], scale, 0
-
-
-@UPDATES
 @each("length", [1, 2, 3, 65, 66, 67, 200])
 @each("algo", ["max", "most_recent"])
-@each("all_valid", [True, False])
-def test_boundary_of_many_tensors(length, algo, all_valid, update_scales):
-    count = 7
-    storage = torch.rand(length, count + 2)
-    history, beyond = storage[:, :count], storage[:, count:].clone()
-    if not all_valid:
-        history[0, :4] = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
-    scale, limits = torch.rand(count) + 1, torch.tensor([448.0, 57344.0]).repeat(4)[:count]
-    counts = torch.full((count,), 5, dtype=torch.int32)
-    expected = [python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)]
-    update_scales(history, scale, limits, num_non_finite=counts, algo=algo, margin=1)
-    assert torch.equal(history, torch.tensor([column for column, _, _ in expected]).t())
-    assert torch.equal(scale, torch.tensor([value for _, value, _ in expected]))
-    assert counts.tolist() == [5 + non_finite for _, _, non_finite in expected]
-    assert torch.equal(storage[:, count:], beyond)
-
-
-@each("length", [1, 2, 70])
-@each("algo", ["max", "most_recent"])
-def test_a_boundary_in_pieces_equals_the_whole(length, algo):
-    """A caller's own algorithm goes through `rolled_history` and `update_from_amax`; with the stock one nothing changes."""
-    history = torch.rand(length, 5)
-    history[0] = torch.tensor([0.0, torch.inf, torch.nan, 0.5, 2.0])
-    scale, limits, counts = torch.ones(5), torch.full((5,), 448.0), torch.zeros(5, dtype=torch.int32)
-    whole = [tensor.clone() for tensor in (history, scale, counts)]
-    update_scales_on_cpu(whole[0], whole[1], limits, num_non_finite=whole[2], algo=algo, margin=2)
-    staged = history[0].clone()
-    rolled, window = state_reference.rolled_history(history)
-    amax = window.amax(dim=0) if algo == "max" else staged
-    state_reference.update_from_amax(history, rolled, scale, staged, amax, state_reference.scale_of(amax, limits, 2), counts)
-    for actual, expected in zip((history, scale, counts), whole, strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_record_amax_takes_the_largest_and_keeps_nan():
-    amax = torch.tensor([1.0, 5.0, 2.0, 0.0])
-    slots = torch.tensor([3, 0, 1, 2])
-    observed = [torch.tensor(v) for v in (4.0, 0.5, math.nan, 1.0, 7.0)]
-    state_reference.record_amax(amax, slots, observed, [0, 1, 2, 3, 0])
-    torch.testing.assert_close(amax, torch.tensor([1.0, math.nan, 2.0, 7.0]), rtol=0, atol=0, equal_nan=True)
-    before = amax.clone()
-    state_reference.record_amax(amax, slots, [], [])
-    torch.testing.assert_close(amax, before, rtol=0, atol=0, equal_nan=True)
-
-
-def test_load_scales_returns_values_not_views():
-    scale = torch.tensor([3.0, 7.0, 0.1])
-    taken, inverse = state_reference.load_scales(scale, torch.tensor([2, 0, 1]), 2)
-    scale.zero_()
-    assert taken.tolist() == torch.tensor([0.1, 3.0]).tolist()
-    assert inverse.tolist() == (1 / np.array([0.1, 3.0], dtype=np.float32)).tolist()
+def test_the_boundary_on_the_cpu_is_the_references(length, algo):
+    """Where zero, infinity and NaN are staged, and within a larger buffer."""
+    storage = torch.rand(length, 9)
+    storage[0, :4] = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
+    limits, found = torch.tensor([448.0, 57344.0]).repeat(4)[:7], []
+    for update_scales in (state_reference.update_scales, update_scales_on_cpu):
+        buffer, scale, counts = storage.clone(), torch.ones(7), torch.full((7,), 5, dtype=torch.int32)
+        update_scales(buffer[:, :7], scale, limits, num_non_finite=counts, algo=algo, margin=1)
+        assert counts.tolist() == [5, 6, 6, 5, 5, 5, 5]
+        found.append((buffer, scale))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert torch.equal(found[0][0][:, 7:], storage[:, 7:])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from tests.machine_code.sass import LINE
 
 #: An address in the same function; WARPSYNC's is not read.
-_TARGET = re.compile(r"((?:@!?U?P\w )?(?:BRA|CALL|RET|BSSY|LEPC)\b.*)\b(0x[0-9a-f]+)")
+_TARGET = re.compile(r"((?:@!?U?P\w )?(?:BRA|CALL|RET|BSSY)\b.*)\b(0x[0-9a-f]+)")
 
 
 def disassemble(cubins: Sequence[bytes]) -> list[str]:
@@ -23,17 +23,16 @@ def disassemble(cubins: Sequence[bytes]) -> list[str]:
 
     Needs Triton, which ships the disassembler. RuntimeError: one of them cannot be disassembled.
     """
-    dumps = [""] * len(cubins)
-    architectures = [_architecture(cubin) for cubin in cubins]
-    for architecture in set(architectures):
-        members = [i for i, found in enumerate(architectures) if found == architecture]
-        functions = [(i, name, code) for i in members for name, code in _functions(cubins[i])]
-        lines = iter(LINE.findall(_printed(b"".join(code for *_, code in functions), architecture)))
-        base = 0
-        for i, name, code in functions:
+    functions = [list(_functions(cubin)) for cubin in cubins]
+    lines = iter(LINE.findall(_printed(b"".join(code for of_cubin in functions for _, code in of_cubin))))
+    dumps, base = [], 0
+    for of_cubin in functions:
+        text = ""
+        for name, code in of_cubin:
             own = (next(lines) for _ in range(len(code) // 16))
-            dumps[i] += "\n".join([f"Function : {name}", *(_moved(int(at, 16), text, base) for at, text in own), ""])
+            text += "\n".join([f"Function : {name}", *(_moved(int(at, 16), line, base) for at, line in own), ""])
             base += len(code)
+        dumps.append(text)
     return dumps
 
 
@@ -44,30 +43,22 @@ def _moved(address: int, text: str, base: int) -> str:
     return f"/*{address - base:04x}*/ {moved} ;"
 
 
-def _printed(code: bytes, architecture: int) -> str:
+def _printed(code: bytes) -> str:
     from triton import knobs
 
     nvdisasm = knobs.nvidia.nvdisasm.path
-    name = f"SM{architecture}{'a' if architecture >= 90 else ''}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "code"
-        path.write_bytes(code)
-        done = subprocess.run([nvdisasm, "--binary", name, str(path)], capture_output=True, text=True, check=False)
+    with tempfile.NamedTemporaryFile() as file:
+        pathlib.Path(file.name).write_bytes(code)
+        done = subprocess.run([nvdisasm, "--binary", "SM90a", file.name], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{nvdisasm} cannot read code for {name}: {done.stderr.strip() or done.stdout[:200]}")
+        raise RuntimeError(f"{nvdisasm} cannot read this code: {done.stderr.strip() or done.stdout[:200]}")
     return done.stdout
 
 
-def _architecture(cubin: bytes) -> int:
-    """Such as 90, from the flags of the ELF header, which hold it at another place since version 8 of CUDA's ABI."""
-    if cubin[:4] != b"\x7fELF":
-        raise RuntimeError(f"cannot read this cubin, which begins with {cubin[:8]!r}: pass an ELF file")
-    (flags,) = struct.unpack_from("<I", cubin, 48)
-    return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
-
-
 def _functions(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    """The sections .text.NAME of an ELF file of 64 bits."""
+    """The sections .text.NAME of an ELF file of 64 bits, for SM90 by the flags, which are elsewhere since CUDA's ABI 8."""
+    if cubin[:4] != b"\x7fELF" or cubin[49 if cubin[8] >= 8 else 48] != 90:
+        raise RuntimeError(f"cannot read this cubin, which begins with {cubin[:8]!r}: pass an ELF file for SM90")
     (start,) = struct.unpack_from("<Q", cubin, 40)
     size, count, of_names = struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<I20xQQ", cubin, start + i * size) for i in range(count)]  # name, offset, length

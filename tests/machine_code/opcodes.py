@@ -1,4 +1,4 @@
-"""The machine instructions of SM89, SM90 and SM100: what each writes, how wide, and what else it does. Data; no analysis.
+"""The machine instructions of kernels for SM90: what each writes, how wide, and what else it does. Data; no analysis.
 
 An opcode that is not in OPCODES is refused, never taken for harmless. Every entry was read off the disassembly of kernels that
 use it; NVIDIA documents only what the opcodes are for.
@@ -6,7 +6,7 @@ use it; NVIDIA documents only what the opcodes are for.
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -14,14 +14,10 @@ class Effect(enum.Enum):
     """An effect of an instruction besides writing its results."""
 
     NONE = "none"
-    LOAD = "load"
     STORE = "store"
-    """The last operand is data, but for those that have none (asynchronous copies)."""
-    ATOMIC = "atomic"
-    """The operands behind the address are data."""
+    """Registers among the operands are data, also those of an atomic operation."""
     BRANCH = "branch"
     """To a target; falls through if guarded, or if it has a predicate among its operands that is false."""
-    INDIRECT = "branch to an address in a register"
     CALL = "call"
     RETURN = "return"
     EXIT = "exit"
@@ -29,112 +25,62 @@ class Effect(enum.Enum):
     """Threads wait for each other and go on where the barrier says."""
 
 
-class Results(enum.Enum):
-    """The operands that are results."""
-
-    NONE = "none"
-    FIRST = "first"
-    TWO = "the first two"
-    ALL = "all"
-    FIRST_AND_CARRIES = "the first, and predicates right behind it: carries"
-    MAYBE_PREDICATE = "the first; the second too if the first is a predicate"
-    VOTE = "the first; the second too if there are three"
-    BEFORE_ADDRESS = "those before the address"
-    PREDICATES = "predicates at the beginning"
-    MASKED_PREDICATES = "the predicates that the last operand, a mask, names"
+#: A number, or the function that computes it: of results from the operands' texts, of registers from the opcode's modifiers.
+Number = int | Callable[[Sequence[str]], int]
 
 
-#: Number of registers of an operand that is no predicate, from the modifiers behind the opcode.
-Width = Callable[[tuple[str, ...]], int]
+def count(number: Number, texts: Sequence[str]) -> int:
+    return number if isinstance(number, int) else number(texts)
 
 
-def _one(modifiers: tuple[str, ...]) -> int:
-    return 1
+def is_predicate(text: str) -> bool:
+    return re.fullmatch(r"U?P[\dT]", text) is not None
 
 
-def _pair(modifiers: tuple[str, ...]) -> int:
-    return 2
+def _and_carries(texts: Sequence[str]) -> int:
+    """The first, and predicates right behind it."""
+    return next(i for i, text in enumerate(texts) if i and not is_predicate(text))
 
 
-def _moved(modifiers: tuple[str, ...]) -> int:
-    for modifier in modifiers:
-        if modifier in _MOVED:
-            return _MOVED[modifier]
-    return 1
+def _maybe_predicate(texts: Sequence[str]) -> int:
+    """The first; the second too if the first is a predicate."""
+    return 2 if is_predicate(texts[0]) else 1
+
+
+def _before_address(texts: Sequence[str]) -> int:
+    return next(i for i, text in enumerate(texts) if "[" in text)
 
 
 _MOVED = {"128": 4, "64": 2, "BF16x8": 4, "F16x8": 4, "BF16x4": 2, "F16x4": 2, "F64": 2}
 
 
-def _pair_if(*names: str) -> Width:
-    return lambda modifiers: 2 if any(name in modifiers for name in names) else 1
+def _moved(modifiers: Sequence[str]) -> int:
+    return next((_MOVED[modifier] for modifier in modifiers if modifier in _MOVED), 1)
 
 
-def _matrices(modifiers: tuple[str, ...]) -> int:
+def _pair_if(*names: str) -> Number:
+    return lambda modifiers: 2 if set(names) & set(modifiers) else 1
+
+
+def _matrices(modifiers: Sequence[str]) -> int:
     return int(modifiers[-1]) if modifiers[-1] in ("2", "4") else 1
 
 
-def _converted_to(modifiers: tuple[str, ...]) -> int:
-    """F2F names its result first."""
-    return 2 if modifiers[0] == "F64" else 1
-
-
-def _converted_from(modifiers: tuple[str, ...]) -> int:
-    return 2 if modifiers[1] == "F64" else 1
-
-
-def _coordinates(others: int) -> Width:
-    """Uniform registers of a tensor's tile: so many addresses, then a coordinate for each dimension."""
-    return lambda modifiers: others + int(next(m for m in modifiers if re.fullmatch(r"\dD", m))[0])
-
-
-def _fragment(part: str) -> Width:
-    """Registers of one warp's matrix product m x n x k, or of the product of four warps, 64 x n x k: registers of a thread."""
-
-    def width(modifiers: tuple[str, ...]) -> int:
-        m, n, k = _shape(modifiers[0])
-        size = {"a": m * k, "b": k * n, "c": m * n}[part]
-        bits = _accumulator_bits(modifiers) if part == "c" else _operand_bits(modifiers)
-        return size * bits // (32 * 32 * (4 if m == 64 else 1))
-
-    return width
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    if "x" in text:
-        m, n, k = (int(size) for size in text.split("x"))
-        return m, n, k
-    m_digits = 2 if text.startswith("16") else 1
-    return int(text[:m_digits]), int(text[m_digits]), int(text[m_digits + 1 :])
-
-
-def _accumulator_bits(modifiers: tuple[str, ...]) -> int:
-    if len(modifiers) == 1:
-        return 64  # DMMA names the shape alone
-    return 16 if modifiers[1] == "F16" else 32  # F32, or the operands of IMMA, whose sums are int32
-
-
-def _operand_bits(modifiers: tuple[str, ...]) -> int:
-    for modifier, bits in _OPERAND_BITS.items():
-        if modifier in modifiers[1:]:
-            return bits
-    return 64 if len(modifiers) == 1 else 16
-
-
-_OPERAND_BITS = {"TF32": 32, "BF16": 16, "E4M3": 8, "E5M2": 8, "S8": 8, "U8": 8}
+def _sums(modifiers: Sequence[str]) -> int:
+    """Of 64 rows in four warps, a thread's registers of a shape such as "64x8x32"."""
+    return int(modifiers[0].split("x")[1]) // (4 if modifiers[1] == "F16" else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opcode:
     """One row of the table."""
 
-    results: Results = Results.FIRST
-    width: Width = _one
+    results: Number = 1
+    """The operands that are results come first."""
+    width: Number = 1
     """Registers of results that are no predicates."""
-    reads: tuple[Width, ...] = ()
-    """Registers of sources by position; the last holds for all that follow, and one register where there is none."""
-    addresses: Width = _one
-    """Width of registers in brackets whose width the text leaves open."""
+    reads: tuple[Number, ...] = (1,)
+    """Registers of sources by position; the last holds for all that follow."""
     effect: Effect = Effect.NONE
 
 
@@ -142,67 +88,48 @@ _ROWS: list[tuple[str, Opcode]] = [
     # -- one register of registers
     ("FADD FMUL FFMA FMNMX FMNMX3 FSEL FRND MUFU", Opcode()),  # MUFU.RCP64H reads and writes the upper half of a double
     ("HADD2 HMUL2 HFMA2 HMNMX2 HSET2 VHMNMX", Opcode()),
-    ("IABS IMNMX VIMNMX VIMNMX3 VIADD VIADDMNMX VABSDIFF VABSDIFF4 IDP", Opcode()),
+    ("IABS IMNMX VIMNMX VIMNMX3 VIADD VIADDMNMX", Opcode()),
     ("MOV UMOV", Opcode(width=_pair_if("64"), reads=(_pair_if("64"),))),
     ("R2UR SEL USEL SHF USHF SGXT USGXT PRMT UPRMT BMSK BREV", Opcode()),
-    ("POPC UPOPC FLO UFLO REDUX MOVM I2FP F2FP P2R", Opcode()),
-    ("S2R S2UR LEPC", Opcode()),
+    ("POPC UPOPC FLO UFLO REDUX I2FP F2FP P2R FCHK", Opcode()),
+    ("S2R S2UR", Opcode()),
     ("CS2R", Opcode(width=lambda modifiers: 1 if "32" in modifiers else 2)),
     # -- sums and products, whose third operand is as wide as the product; IMAD.HI adds 64 bits and keeps the upper half
-    ("IADD3 UIADD3", Opcode(results=Results.FIRST_AND_CARRIES, width=_pair_if("64"), reads=(_pair_if("64"),))),
-    ("LEA ULEA", Opcode(results=Results.FIRST_AND_CARRIES)),
-    (
-        "IMAD UIMAD",
-        Opcode(results=Results.FIRST_AND_CARRIES, width=_pair_if("WIDE"), reads=(_one, _one, _pair_if("WIDE", "HI"), _one)),
-    ),
+    ("IADD3 UIADD3", Opcode(results=_and_carries, width=_pair_if("64"), reads=(_pair_if("64"),))),
+    ("LEA ULEA", Opcode(results=_and_carries)),
+    ("IMAD UIMAD", Opcode(results=_and_carries, width=_pair_if("WIDE"), reads=(1, 1, _pair_if("WIDE", "HI"), 1))),
     # -- float64
-    ("DADD DMUL DFMA", Opcode(width=_pair, reads=(_pair,))),
-    ("DSETP", Opcode(results=Results.TWO, reads=(_pair,))),
-    ("F2F", Opcode(width=_converted_to, reads=(_converted_from,))),
+    ("DADD DMUL DFMA", Opcode(width=2, reads=(2,))),
+    ("DSETP", Opcode(results=2, reads=(2,))),
+    ("F2F", Opcode(width=lambda m: 2 if m[0] == "F64" else 1, reads=(lambda m: 2 if m[1] == "F64" else 1,))),
     ("F2I", Opcode(width=_pair_if("S64", "U64"), reads=(_pair_if("F64"),))),
     ("I2F", Opcode(width=_pair_if("F64"), reads=(_pair_if("S64", "U64"),))),
     # -- predicates
-    ("ISETP UISETP FSETP HSETP2 PLOP3 UPLOP3", Opcode(results=Results.TWO)),
-    ("FCHK", Opcode()),
-    ("LOP3 ULOP3 SHFL MATCH ELECT", Opcode(results=Results.MAYBE_PREDICATE)),
-    ("VOTE VOTEU", Opcode(results=Results.VOTE)),
-    ("R2P", Opcode(results=Results.MASKED_PREDICATES)),
-    ("B2R", Opcode(results=Results.ALL)),  # what a barrier that reduces left
-    # -- tensor cores: of a warp, and of four (with operands in shared memory, which the descriptor of `gdesc` names)
-    ("HMMA IMMA QMMA DMMA", Opcode(width=_fragment("c"), reads=(_fragment("a"), _fragment("b"), _fragment("c"), _one))),
-    ("HGMMA QGMMA IGMMA", Opcode(width=_fragment("c"))),  # sass.py gives the widths of their sources
+    ("ISETP UISETP FSETP HSETP2 PLOP3 UPLOP3", Opcode(results=2)),
+    ("LOP3 ULOP3 SHFL", Opcode(results=_maybe_predicate)),
+    ("VOTE VOTEU", Opcode(results=lambda texts: 2 if len(texts) == 3 else 1)),
+    ("B2R", Opcode(results=len)),  # what a barrier that reduces left
+    # -- tensor cores of four warps, with an operand in shared memory, which the descriptor of `gdesc` names
+    ("HGMMA QGMMA", Opcode(width=_sums)),  # sass.py gives the widths of their sources
     # -- memory
-    ("LDG LDS LDL LD", Opcode(results=Results.BEFORE_ADDRESS, width=_moved, effect=Effect.LOAD)),
-    ("LDC ULDC LDCU", Opcode(width=_moved, effect=Effect.LOAD)),
-    ("LDSM", Opcode(results=Results.BEFORE_ADDRESS, width=_matrices, effect=Effect.LOAD)),
-    ("QSPC", Opcode(results=Results.BEFORE_ADDRESS)),  # which space an address is in
-    ("STG STS STL ST", Opcode(results=Results.NONE, reads=(_moved,), effect=Effect.STORE)),
-    ("STSM", Opcode(results=Results.NONE, reads=(_matrices,), effect=Effect.STORE)),
-    ("RED REDG", Opcode(results=Results.NONE, reads=(_moved,), effect=Effect.ATOMIC)),
-    ("ATOM ATOMG ATOMS", Opcode(results=Results.BEFORE_ADDRESS, width=_moved, reads=(_moved,), effect=Effect.ATOMIC)),
-    ("LDGSTS", Opcode(results=Results.NONE)),  # from global to shared memory, past the registers
-    ("CCTL", Opcode(results=Results.NONE)),
-    # barriers in shared memory: a state of 64 bits comes out of ARRIVE, EXCH writes 64 bits
-    ("SYNCS", Opcode(results=Results.BEFORE_ADDRESS, width=_pair_if("TRANS64"), reads=(_pair_if("64"),), effect=Effect.ATOMIC)),
-    ("ARRIVES", Opcode(results=Results.NONE)),
-    ("UTMALDG", Opcode(results=Results.NONE, addresses=_coordinates(2))),  # the tile's address, its barrier's
-    ("UTMASTG", Opcode(results=Results.NONE, addresses=_coordinates(1))),
-    ("UTMACCTL", Opcode(results=Results.NONE, addresses=_pair)),
-    ("UBLKCP UBLKRED UBLKPF", Opcode(results=Results.NONE, addresses=_pair)),
-    ("UTMACMDFLUSH LDGDEPBAR DEPBAR MEMBAR ERRBAR CGAERRBAR FENCE", Opcode(results=Results.NONE)),
+    ("LDG LDS LDL", Opcode(results=_before_address, width=_moved)),
+    ("LDC ULDC", Opcode(width=_moved)),
+    ("LDSM", Opcode(results=_before_address, width=_matrices)),
+    ("STG STS STL RED REDG", Opcode(results=0, reads=(_moved,), effect=Effect.STORE)),
+    ("STSM", Opcode(results=0, reads=(_matrices,), effect=Effect.STORE)),
+    ("ATOM ATOMG ATOMS", Opcode(results=_before_address, width=_moved, reads=(_moved,), effect=Effect.STORE)),
+    ("LDGSTS CCTL", Opcode(results=0)),  # LDGSTS: from global to shared memory, past the registers
+    ("LDGDEPBAR DEPBAR MEMBAR ERRBAR FENCE", Opcode(results=0)),
     # -- control flow
-    ("BRA", Opcode(results=Results.NONE, effect=Effect.BRANCH)),
-    ("BRX", Opcode(results=Results.NONE, effect=Effect.INDIRECT)),
-    ("EXIT", Opcode(results=Results.NONE, effect=Effect.EXIT)),
-    ("BPT", Opcode(results=Results.NONE)),  # a trap: what follows it is analysed all the same
-    ("BSYNC", Opcode(results=Results.NONE, effect=Effect.JOIN)),
+    ("BRA", Opcode(results=0, effect=Effect.BRANCH)),
+    ("EXIT", Opcode(results=0, effect=Effect.EXIT)),
+    ("BSYNC", Opcode(results=0, effect=Effect.JOIN)),
     # names where BSYNC goes on; takes threads out of those that BSYNC waits for
-    ("BSSY BREAK", Opcode(results=Results.NONE)),
-    ("CALL", Opcode(results=Results.NONE, effect=Effect.CALL)),
-    ("RET", Opcode(results=Results.NONE, effect=Effect.RETURN)),
+    ("BSSY BREAK", Opcode(results=0)),
+    ("CALL", Opcode(results=0, effect=Effect.CALL)),
+    ("RET", Opcode(results=0, effect=Effect.RETURN)),
     # -- threads that wait for each other, and hints
-    ("BAR WARPSYNC WARPGROUP UCGABAR_ARV UCGABAR_WAIT NANOSLEEP ACQBULK PREEXIT NOP", Opcode(results=Results.NONE)),
-    ("USETMAXREG", Opcode(results=Results.PREDICATES)),
+    ("BAR WARPSYNC WARPGROUP NANOSLEEP NOP", Opcode(results=0)),
 ]
 
 OPCODES: dict[str, Opcode] = {name: opcode for names, opcode in _ROWS for name in names.split()}

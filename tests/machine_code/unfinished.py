@@ -7,10 +7,9 @@ registers, are read when the instruction is issued. What happens in shared memor
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from tests.machine_code.flow import Node, Program, solve
-from tests.machine_code.sass import Found, Instruction, Kind, UnknownInstruction
+from tests.machine_code.flow import State, found_on_any_way
+from tests.machine_code.sass import Found, Instruction, UnknownInstruction
 
 #: The operand of the last product of a group, and of the barrier that waits for groups.
 GROUP = "gsb0"
@@ -20,104 +19,57 @@ OPEN = -1
 MAX_AGE = 8
 
 
-class Pending(NamedTuple):
-    """The registers that unfinished products hold: register -> number of groups closed since that of its youngest product."""
-
-    sums: dict[str, int]
-    operands: dict[str, int]
-
-
 def unfinished_uses(instructions: list[Instruction]) -> list[Found]:
-    """The touches in one function, in the order of their addresses, one per instruction and register."""
+    """The touches in one function, in the order of their addresses, one per instruction and register.
+
+    States hold "writes R24" and "reads R40" of registers that unfinished products have, and how many groups were closed since
+    the youngest such product's.
+    """
     if not any(_is_product(instruction) for instruction in instructions):
         return []
-    program, analysis = Program(instructions), _Pendency()
-    found: dict[tuple[int, str], Found] = {}
-    for node, state in solve(program, analysis).items():
-        state = analysis.copy(state)
-        for i in program.block(node.start):
-            instruction = program.instructions[i]
-            for touch in _touches(state, instruction):
-                found.setdefault((instruction.address, touch.register), touch)
-            analysis.step(state, instruction, node)
-    return [found[key] for key in sorted(found)]
+    return found_on_any_way(instructions, _step, min, _touches)
 
 
 def _is_product(instruction: Instruction) -> bool:
     return instruction.name.endswith("GMMA")
 
 
-def _touches(state: Pending, instruction: Instruction) -> Iterator[Found]:
-    written = [name for result in instruction.results for name in result.names]
+def _left_operand(instruction: Instruction) -> tuple[str, ...]:
+    left = instruction.sources[0]
+    return left.names if left.kind == "register" else ()
+
+
+def _touches(state: State[int], instruction: Instruction) -> Iterator[Found]:
+    written = instruction.written
     touched = [*written, *(name for source in instruction.sources for name in source.names)]
     if _is_product(instruction):
         # Products of one shape add to the same sums in order; any other overlap is a mistake.
-        touched = [*_left_operand(instruction), *([] if _adds_to_the_same(state, instruction, written) else written)]
-    for does, names, held in (("writes", touched, state.sums), ("reads", written, state.operands)):
-        for name in [name for name in names if name in held]:
+        touched = [*_left_operand(instruction), *([] if _adds_to_the_same(state, instruction) else written)]
+    for does, names in (("writes", touched), ("reads", written)):
+        for name in [name for name in names if f"{does} {name}" in state]:
             message = f"a matrix product still {does} {name}: no barrier waited for it"
             yield Found(instruction, "unfinished", name, message)
 
 
-def _adds_to_the_same(state: Pending, instruction: Instruction, written: list[str]) -> bool:
+def _adds_to_the_same(state: State[int], instruction: Instruction) -> bool:
     """True if the product adds to all sums of a group that has them, or to none that is unfinished."""
-    held = [name for name in written if name in state.sums]
+    written = instruction.written
+    held = [name for name in written if f"writes {name}" in state]
     descriptor = next(i for i, source in enumerate(instruction.sources) if source.text.startswith("gdesc"))
     sums = instruction.sources[descriptor + 1]
-    adds = sums.kind is Kind.REGISTER and sums.names == tuple(written)
-    return not held or (len(held) == len(written) and (adds or sums.kind is Kind.CONSTANT))
+    adds = sums.kind == "register" and sums.names == tuple(written)
+    return not held or (len(held) == len(written) and (adds or sums.kind == "constant"))
 
 
-def _left_operand(instruction: Instruction) -> tuple[str, ...]:
-    left = instruction.sources[0]
-    return left.names if left.kind is Kind.REGISTER else ()
-
-
-class _Pendency:
-    """The data-flow problem."""
-
-    def start(self) -> Pending:
-        return Pending({}, {})
-
-    def copy(self, state: Pending) -> Pending:
-        return Pending(dict(state.sums), dict(state.operands))
-
-    def join(self, states: list[Pending], node: Node) -> Pending:
-        """Merge what is unfinished on any way here, as young as on any."""
-        joined = self.start()
-        for state in states:
-            for mine, theirs in zip(joined, state, strict=True):
-                for name, age in theirs.items():
-                    mine[name] = min(age, mine.get(name, age))
-        return joined
-
-    def follow(self, state: Pending, instruction: Instruction, taken: bool) -> Pending:
-        return state
-
-    def step(self, state: Pending, instruction: Instruction, node: Node) -> None:
-        if _is_product(instruction):
-            state.sums.update((name, OPEN) for result in instruction.results for name in result.names)
-            state.operands.update((name, OPEN) for name in _left_operand(instruction))
-            if instruction.sources[-1].text == GROUP:
-                _close_group(state)
-        elif instruction.name == "WARPGROUP" and instruction.modifiers[:1] == ("DEPBAR",):
-            _wait(state, _groups_left(instruction))
-
-
-def _close_group(state: Pending) -> None:
-    for held in state:
-        held.update((name, min(age + 1, MAX_AGE)) for name, age in held.items())
-
-
-def _groups_left(instruction: Instruction) -> int:
-    """The number of the youngest groups that the barrier does not wait for."""
-    texts = [source.text for source in instruction.sources]
-    if instruction.modifiers != ("DEPBAR", "LE") or texts[0] != GROUP or instruction.sources[1].value is None:
-        raise UnknownInstruction(f"{instruction.address:#06x}: {instruction.text}: what this waits for is not known")
-    return instruction.sources[1].value
-
-
-def _wait(state: Pending, groups_left: int) -> None:
-    for held in state:
-        for name in [name for name, age in held.items() if age >= groups_left]:
-            del held[name]
+def _step(state: State[int], instruction: Instruction) -> None:
+    if _is_product(instruction):
+        state.update((f"writes {name}", OPEN) for name in instruction.written)
+        state.update((f"reads {name}", OPEN) for name in _left_operand(instruction))
+        if instruction.sources[-1].text == GROUP:
+            state.update((name, min(age + 1, MAX_AGE)) for name, age in state.items())
+    elif instruction.name == "WARPGROUP" and instruction.modifiers[:1] == ("DEPBAR",):
+        groups, *left = instruction.sources
+        if instruction.modifiers != ("DEPBAR", "LE") or groups.text != GROUP or left[0].value is None:
+            raise UnknownInstruction(f"{instruction.address:#06x}: {instruction.text}: what this waits for is not known")
+        for name in [name for name, age in state.items() if age >= left[0].value]:
+            del state[name]

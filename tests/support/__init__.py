@@ -1,1 +1,1 @@
-"""Oracles and tools of the tests and the benchmarks."""
+"""Oracles and tools of the tests."""

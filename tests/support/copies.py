@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -83,14 +82,3 @@ def scaled_gemms(graph: fx.Graph) -> list[fx.Node]:
 def casts(graph: fx.Graph) -> list[CastNode]:
     """The casts of a graph."""
     return [cast for n in graph.nodes if (cast := CastNode.read(n)) is not None]
-
-
-def casts_by(target: Any, nodes: Iterable[fx.Node], many: bool | None = None, both: bool | None = None) -> list[fx.Node]:
-    """The nodes that call a cast: of several matrices, of one, or either (None); to both copies, to one, or either."""
-    found = [node for node in nodes if node.target is target]
-    return [
-        node
-        for node in found
-        if many in (None, len(node.args[0]) > 1)  # type: ignore[arg-type]
-        and both in (None, node.kwargs["rowwise"] and node.kwargs["columnwise"])
-    ]

@@ -1,6 +1,4 @@
-"""The loaders of exports: a matrix of models, recipes, formats and loaders, and the table of it in docs/export.md.
-
-`python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_loaders.py` compares.
+"""The loaders of exports: a matrix of models, recipes, formats and loaders; tests/fp8pass/export/test_loaders.py compares.
 
 A loader reads an export if no tensor is missing, each weight is the exported one (its FP8 value times its scale, where both the
 scale and the product may be rounded to the dtype of the model), and logits agree with those of the compiled model that was
@@ -15,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -24,11 +21,8 @@ import torch
 
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
 from fp8pass.errors import ExportError
-from fp8pass.tools.export import ExportReport
 from tests.support import engines
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "export.md"
-BEGIN, END = "<!-- exports: written by python -m tests.support.exports -->", "<!-- end of exports -->"
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 SPREAD = 1.25
 TOKENS = 128
@@ -56,57 +50,34 @@ def _merged() -> Any:
 
 
 _EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+_MIXTRAL = {"num_local_experts": 4, "experts_implementation": "grouped_mm", "intermediate_size": 128}
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model of the matrix."""
-
-    title: str
-    make: Callable[[], Any]
-    rules: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    max_shard_bytes: int = 5 * 2**30
-
-
-CASES = {
-    "llama": Case("Llama, bfloat16", lambda: _model("Llama")),
-    "tied": Case("Qwen3, tied embeddings", lambda: _model("Qwen3", tie_word_embeddings=True)),
-    "sharded": Case("the same in several files", lambda: _model("Qwen3", tie_word_embeddings=True), max_shard_bytes=120_000),
-    "biases": Case("Qwen2, biases, float16", lambda: _model("Qwen2", torch.float16)),
-    "fused": Case("Phi-3, fused projections, float32", lambda: _model("Phi3", torch.float32)),
-    "experts": Case("Qwen3-MoE, tied", lambda: _model("Qwen3Moe", tie_word_embeddings=True, **_EXPERTS)),
-    "mixtral": Case(
-        "Mixtral", lambda: _model("Mixtral", num_local_experts=4, experts_implementation="grouped_mm", intermediate_size=128)
-    ),
-    "lora": Case("Llama, LoRA merged", _merged),
-    "partly": Case(
-        "Llama, one layer by a rule in high precision", lambda: _model("Llama", num_hidden_layers=2), {"model.layers.0.*": None}
-    ),
-    "mixed": Case("Llama, MLPs with a recipe of their own", lambda: _model("Llama"), {"*.mlp.*": "current"}),
-    "head": Case("Llama, head in FP8 by a rule", lambda: _model("Llama"), {"lm_head": "the recipe"}),
-    "odd": Case("Llama, sizes 256, 200, 104", lambda: _model("Llama", hidden_size=256, intermediate_size=200, head_dim=104)),
+CASES: dict[str, tuple[Callable[[], Any], dict[str, str | None]]] = {
+    "llama": (lambda: _model("Llama"), {}),
+    "tied": (lambda: _model("Qwen3", tie_word_embeddings=True), {}),
+    "biases": (lambda: _model("Qwen2", torch.float16), {}),
+    "fused": (lambda: _model("Phi3", torch.float32), {}),
+    "experts": (lambda: _model("Qwen3Moe", tie_word_embeddings=True, **_EXPERTS), {}),
+    "mixtral": (lambda: _model("Mixtral", **_MIXTRAL), {}),
+    "lora": (_merged, {}),
+    "partly": (lambda: _model("Llama", num_hidden_layers=2), {"model.layers.0.*": None}),
+    "mixed": (lambda: _model("Llama"), {"*.mlp.*": "current"}),
+    "head": (lambda: _model("Llama"), {"lm_head": "the recipe"}),
+    "odd": (lambda: _model("Llama", hidden_size=256, intermediate_size=200, head_dim=104), {}),
 }
+"""Models and their rules."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
     """An exported model."""
 
-    report: ExportReport
     folder: pathlib.Path
-    tokens: torch.Tensor
     logits: torch.Tensor
     noise: float
     """The relative difference between its logits and those of the model in high precision."""
     weights: dict[str, torch.Tensor]
     """The exported Parameters, by their names on disk."""
-
-
-def compiled_model(case: Case, recipe: str) -> tuple[Any, Any, torch.Tensor]:
-    """The model, compiled, after a forward, and a backward where scales of inputs come from training."""
-    model = case.make()
-    rules = {name: recipe if rule == "the recipe" else rule for name, rule in case.rules.items()}
-    return model, run(model, recipe, rules=rules or None), _tokens()
 
 
 def run(model: Any, recipe: str, **options: Any) -> Any:
@@ -125,13 +96,12 @@ def _tokens() -> torch.Tensor:
     return torch.randint(0, TOKENS, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def export(case: Case, made: tuple[Any, Any, torch.Tensor], fmt: str, folder: pathlib.Path) -> Exported:
-    """Export what `compiled_model` returns. Raises ExportError if the format has nothing for it."""
-    model, compiled, tokens = made
-    report = export_fp8(compiled, folder, fmt, max_shard_bytes=case.max_shard_bytes)
+def export(name: str, compiled: Any, fmt: str, folder: pathlib.Path) -> Exported:
+    """Raises ExportError if the format has nothing for the model."""
+    export_fp8(compiled, folder, fmt, max_shard_bytes=120_000 if name == "tied" else 5 * 2**30)
     with torch.no_grad():
-        logits, high = compiled(input_ids=tokens).logits.float(), model(input_ids=tokens).logits.float()
-    return Exported(report, folder, tokens, logits, difference(logits, high), dict(weights(compiled, fmt)))
+        logits, high = (call(input_ids=_tokens()).logits.float() for call in (compiled, compiled._orig_mod))
+    return Exported(folder, logits, difference(logits, high), dict(weights(compiled, fmt)))
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -162,8 +132,7 @@ def load(folder: pathlib.Path, **options: Any) -> Any:
     # Static input scales, where inputs stay in high precision (those of experts are then called weights), and scales as
     # engines call them.
     known = ("input_scale", "activation_scale", "weight_scale", "_proj_weight")
-    odd = [k for k in info["unexpected_keys"] if not k.endswith(known)]
-    if odd:
+    if odd := [k for k in info["unexpected_keys"] if not k.endswith(known)]:
         raise NotRead(f"unexpected {sorted(odd)[0]}")
     return model
 
@@ -196,7 +165,7 @@ def fp8_modules() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """A column of the table: the format that it reads, and how."""
+    """The format that it reads, and how."""
 
     fmt: str
     load: Callable[[pathlib.Path], Any]
@@ -204,8 +173,8 @@ class Loader:
 
 
 LOADERS = {
-    "plain": Loader("compressed-tensors", load),
-    "dequantize": Loader("compressed-tensors", load_dequantized),
+    "compressed-tensors plain": Loader("compressed-tensors", load),
+    "compressed-tensors dequantize": Loader("compressed-tensors", load_dequantized),
     "fp8 plain": Loader("fp8", load),
     "fp8 dequantize": Loader("fp8", load_dequantized),
     "fp8 modules": Loader("fp8", load, fp8_modules),
@@ -220,7 +189,7 @@ def check(exported: Exported, loader: Loader) -> None:
     """Load an export and compare. Raises NotRead, or what the loader raises."""
     with loader.machine(), torch.no_grad():
         model = loader.load(exported.folder)
-        logits = model(input_ids=exported.tokens).logits.float()
+        logits = model(input_ids=_tokens()).logits.float()
     error = difference(logits, exported.logits)
     if not error <= SPREAD * exported.noise:
         raise NotRead(f"logits differ by {error:.3g}, and FP8 by {exported.noise:.3g}")
@@ -234,51 +203,21 @@ def check(exported: Exported, loader: Loader) -> None:
             raise NotRead(f"{name} is not what was exported")
 
 
-# -- the table
-
-REASONS = {
-    "first": "an error: it takes the first group for all",
-    "head": "engines read no head in FP8 in format fp8, nor one in blocks",
-    "fused": "an error: engines fuse weights whose blocks are not whole",
-}
-"""Why a loader does not read an export; the keys are the words of the table."""
-
-NOT_READ: dict[tuple[str, str, str], str] = {
-    ("odd", "blockwise", "engines"): "fused",
-    ("mixed", "mxfp8", "dequantize"): "first",
-    ("head", "blockwise", "engines"): "head",
-    **{("head", recipe, "engines fp8"): "head" for recipe in ("delayed", "current", "blockwise")},
-}
-"""Case, recipe and loader -> why. Every other combination is read, or refused by the export."""
-
-COLUMNS = {
-    "plain": "compressed-tensors, plainly",
-    "dequantize": "compressed-tensors, `dequantize=True`",
-    "engines": "compressed-tensors, names and shapes of engines",
-    "fp8 plain": "fp8, plainly or `dequantize=True`, on a CPU",
-    "fp8 modules": "fp8, FP8 modules of a GPU",
-    "engines fp8": "fp8, names and shapes of engines",
-}
-
-
-def outcomes(name: str, recipe: str) -> dict[str, str]:
-    """Column -> "" where an export is read, why the export refuses ("refused"), or what a loader says."""
-    case = CASES[name]
-    made = compiled_model(case, recipe)
+def outcomes(name: str, recipe: str, folder: pathlib.Path) -> dict[str, str]:
+    """Loader -> "" where an export is read, "refused" where the export refuses, or what the loader says."""
+    make, rules = CASES[name]
+    rules = {pattern: recipe if rule == "the recipe" else rule for pattern, rule in rules.items()}
+    compiled = run(make(), recipe, rules=rules or None)
     found = {}
-    for fmt, engine in (("compressed-tensors", "engines"), ("fp8", "engines fp8")):
+    for fmt in ("compressed-tensors", "fp8"):
         loaders = {key: loader for key, loader in LOADERS.items() if loader.fmt == fmt}
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                exported = export(case, made, fmt, pathlib.Path(folder))
-            except ExportError:
-                found |= dict.fromkeys((*loaders, engine), "refused")
-                continue
-            for key, loader in loaders.items():
-                found[key] = outcome(exported, loader)
-            found[engine] = next(engines.obstacles(exported.folder), "")
-    both = found.pop("fp8 dequantize")
-    found["fp8 plain"] = found["fp8 plain"] or both
+        try:
+            exported = export(name, compiled, fmt, folder / fmt)
+        except ExportError:
+            found |= dict.fromkeys((*loaders, f"{fmt} engines"), "refused")
+            continue
+        found |= {key: outcome(exported, loader) for key, loader in loaders.items()}
+        found[f"{fmt} engines"] = next(engines.obstacles(exported.folder), "")
     return found
 
 
@@ -289,52 +228,3 @@ def outcome(exported: Exported, loader: Loader) -> str:
     except (NotRead, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def row(name: str, found: dict[str, dict[str, str]]) -> str:
-    """The line of a case. found: recipe -> `outcomes`."""
-    cells = []
-    for column in COLUMNS:
-        offered = [recipe for recipe in RECIPES if found[recipe][column] != "refused"]
-        lost = [f"{r} ({NOT_READ.get((name, r, column), '?')})" for r in offered if found[r][column] != ""]
-        text = "all" if len(offered) == len(RECIPES) else ", ".join(offered)
-        cells.append(("none: " if len(lost) == len(offered) else f"{text} but " if lost else text) + ", ".join(lost))
-    return f"| {CASES[name].title} | {' | '.join(cells)} |"
-
-
-def table(rows: list[str]) -> str:
-    """The text between the marks of the page; models with equal cells share a line."""
-    models: dict[str, list[str]] = {}
-    for line in rows:
-        title, cells = line.removeprefix("| ").split(" | ", 1)
-        models.setdefault(cells, []).append(title)
-    lines = [f"| {'; '.join(titles)} | {cells}" for cells, titles in models.items()]
-    head = f"| model | {' | '.join(COLUMNS.values())} |"
-    notes = [f"- ({key}): {text}." for key, text in REASONS.items() if any(f"({key})" in line for line in rows)]
-    return "\n".join([BEGIN, "", head, "|---" * (len(COLUMNS) + 1) + "|", *lines, "", *notes, "", END])
-
-
-def on_page() -> str:
-    """The table in the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    return text[text.index(BEGIN) : text.index(END) + len(END)]
-
-
-def rows_on_page() -> list[str]:
-    """The rows of the table in the page, one for each model."""
-    lines = [line.removeprefix("| ").split(" | ", 1) for line in on_page().splitlines() if line.startswith("| ")][1:]
-    return [f"| {title} | {cells}" for titles, cells in lines for title in titles.split("; ")]
-
-
-def main() -> None:
-    """Make the table and write it into the page."""
-    rows = []
-    for name in CASES:
-        rows.append(row(name, {recipe: outcomes(name, recipe) for recipe in RECIPES}))
-        print(rows[-1], flush=True)
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text.replace(on_page(), table(rows)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

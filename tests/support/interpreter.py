@@ -20,7 +20,6 @@ from triton.runtime import interpreter
 
 from lowering.formats import PACK, ptx_to_fp8
 from lowering.triton.tile import larger
-from tests.support.ptx_machine import run_piece
 
 _TORCH_DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -96,17 +95,13 @@ def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode:
 
 
 def inline_asm_elementwise(
-    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int, executes: bool = False
+    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
 ) -> tl.core.tensor:
-    """`tl.inline_asm_elementwise` of the PTX that converts to FP8, as tests/lowering/test_conversion.py proves it; or executes
-    it, by tests/support/ptx_machine.py, which takes longer."""
+    """`tl.inline_asm_elementwise` of the PTX that converts to FP8, as tests/lowering/test_reference.py proves it."""
     (x,) = args
     assert (x.dtype, dtype, _plain(pack)) == (tl.float32, tl.uint8, PACK)
     values = np.array(x.handle.data)
-    if executes:
-        found = run_piece(_plain(asm), [values.reshape(-1).view(np.float32)], _plain(pack)).reshape(values.shape)
-    else:
-        found = convert(values, tl.float32, _FP8_OF_PTX[_plain(asm)], None)
+    found = convert(values, tl.float32, _FP8_OF_PTX[_plain(asm)], None)
     return tl.core.tensor(interpreter.TensorHandle(found, tl.uint8), _like(x))
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from fp8pass import fp8_compile
 from fp8pass.errors import Fp8Error
-from fp8pass.graph.gemms import GemmSite, GraphContext
+from fp8pass.graph.gemms import GraphContext
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision
 from fp8pass.rewrite.runner import PASSES, Options, Work
@@ -97,13 +97,6 @@ def placeholder(graph: fx.Graph, part: str) -> fx.Node:
     return found
 
 
-def by_role(work: Work) -> dict[tuple[str, str], GemmSite]:
-    """The sites by module and role, which must be unique."""
-    found = {(s.module, s.role): s for s in work.sites}
-    assert len(found) == len(work.sites)
-    return found
-
-
 def decisions(work: Work) -> dict[tuple[str, str], Decision]:
     """The decisions of the plan by module and role, which must be unique."""
     found = {(d.site.module, d.site.role): d for d in work.plan.decisions}
@@ -117,6 +110,16 @@ def two_ranks() -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
     python -m tests.support.mutations            # the score, by recipe, and the changes that pass unseen
     python -m tests.support.mutations --all      # no sampling: every argument of every node, all models and recipes
-    python -m tests.support.mutations --effects  # also which of the unseen changes change a result
     python -m tests.support.mutations --write    # to tests/fp8pass/unseen_mutations.json, for the test; reasons stay
 
 A rewritten graph that differs from the plan is a defect of a pass. Each change here is such a defect, made on purpose: `verify`
@@ -145,10 +144,10 @@ def pairs() -> list[tuple[str, str]]:
     """(model, recipe), recipe by recipe: each model under three recipes or more."""
     found = {(model, RECIPES[(i + 3 * turn) % len(RECIPES)]) for i, model in enumerate(MODELS) for turn in range(3)}
     found |= set(itertools.product(_WITH_ALL, RECIPES))
-    return [pair for r in RECIPES for pair in itertools.product(MODELS, [r]) if pair in found and _recipe(*pair) is not None]
+    return [pair for r in RECIPES for pair in itertools.product(MODELS, [r]) if pair in found and recipe_of(*pair) is not None]
 
 
-def _recipe(model: str, recipe: str) -> Any:
+def recipe_of(model: str, recipe: str) -> Any:
     """The recipe with the model's changes; None where it has no such options."""
     made: Any = MXFP8BlockScaling(enable_2d_quantization=True)
     if recipe != "mxfp8 squares":
@@ -168,12 +167,11 @@ def rewritten(model: str, recipe: str) -> Iterator[Work]:
     with two_ranks() if case.num_ranks > 1 else contextlib.nullcontext():
         torch.manual_seed(0)
         x = torch.randn(case.shape).to(case.dtype).requires_grad_(case.trains)
-        joint = trace(
-            case.build().to(case.dtype), x, recipe=_recipe(model, recipe), trains=case.trains, keeps=case.keeps, **case.options
-        )
+        options = {"recipe": recipe_of(model, recipe), "trains": case.trains, "keeps": case.keeps, **case.options}
+        joint = trace(case.build().to(case.dtype), x, **options)
         if recipe == "first step":
-            options = dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP}))
-            joint = dataclasses.replace(joint, options=options)
+            first = dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP}))
+            joint = dataclasses.replace(joint, options=first)
         names = [name for name, _ in PASSES]
         yield joint.run(names[names.index("verify") - 1])
 
@@ -322,12 +320,12 @@ class Score:
     """Operation and argument -> changes that `verify` did not notice."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
     harmless: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Changes that change no result, if effects were asked for."""
+    """Of the unseen changes, those that change no result."""
 
-    def try_all(self, work: Work, title: str, per_key: int | None = PER_KEY, effects: bool = False) -> None:
+    def try_all(self, work: Work, title: str, per_key: int | None = PER_KEY) -> None:
         """Make each change of a graph in turn. The graph is left as it was."""
         verify(work)
-        results = _results(work.graph) if effects else None
+        results = _results(work.graph)
         for mutation in mutations(work, per_key):
             with mutation.made():
                 try:
@@ -336,18 +334,17 @@ class Score:
                     self.seen += 1
                     continue
                 self.unseen[mutation.key] += 1
-                if results is not None and _equal(results, _results(work.graph)):
-                    self.harmless[mutation.key] += 1
+                self.harmless[mutation.key] += _equal(results, _results(work.graph))
             self.examples.setdefault(mutation.key, f"{title}: {mutation}")
         verify(work)
 
 
-def score(cases: list[tuple[str, str]], per_key: int | None = PER_KEY, effects: bool = False) -> dict[str, Score]:
+def score(cases: list[tuple[str, str]], per_key: int | None = PER_KEY) -> dict[str, Score]:
     """Recipe -> what became of the changes of its graphs."""
     found: dict[str, Score] = {}
     for model, recipe in cases:
         with rewritten(model, recipe) as work:
-            found.setdefault(recipe, Score()).try_all(work, f"{model}, {recipe}", per_key, effects)
+            found.setdefault(recipe, Score()).try_all(work, f"{model}, {recipe}", per_key)
     return found
 
 
@@ -406,19 +403,19 @@ def read_unseen() -> dict[str, Unseen]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for option in ("all", "effects", "write"):
+    for option in ("all", "write"):
         parser.add_argument(f"--{option}", action="store_true")
     given = parser.parse_args()
     if given.all and given.write:
         parser.error("the list is of the sample")
     warnings.simplefilter("ignore")
-    every = [pair for pair in itertools.product(MODELS, RECIPES) if _recipe(*pair) is not None]
-    scores = score(every if given.all else pairs(), None if given.all else PER_KEY, given.effects)
+    every = [pair for pair in itertools.product(MODELS, RECIPES) if recipe_of(*pair) is not None]
+    scores = score(every if given.all else pairs(), None if given.all else PER_KEY)
     for recipe, found in scores.items():
         unseen = found.unseen.total()
-        print(f"{recipe}: {found.seen + unseen} changes, {unseen} unseen, {found.harmless.total()} known to change nothing")
+        print(f"{recipe}: {found.seen + unseen} changes, {unseen} unseen, {found.harmless.total()} change nothing")
         for key, count in sorted(found.unseen.items()):
-            print(f"    {count:3} {key} ({found.harmless[key]} harmless)   {found.examples[key]}")
+            print(f"    {count:3} {key}   {found.examples[key]}")
     seen, unseen = sum(s.seen for s in scores.values()), sum(s.unseen.total() for s in scores.values())
     print(f"{seen} of {seen + unseen} changes are seen, {seen / (seen + unseen):.1%}")
     if given.write:

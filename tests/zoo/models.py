@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 BATCH, TOKENS, VOCABULARY = 2, 16, 96
@@ -20,18 +19,11 @@ BATCH, TOKENS, VOCABULARY = 2, 16, 96
 class Case:
     """A model, what it is called with, and which tensor of its result is compared."""
 
-    model: Callable[..., Any]
-    """An nn.Module, or a function that takes its parameters as arguments."""
+    model: nn.Module
     inputs: dict[str, Any]
     select: Callable[[Any], torch.Tensor]
     discontinuous: str | None = None
     """Glob of parameters whose gradients jump: those of a router, where rounding lets a token change its experts."""
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Everything that is trained, by name."""
-        if isinstance(self.model, nn.Module):
-            return dict(self.model.named_parameters())
-        return self.inputs["parameters"]
 
 
 Builder = Callable[[], Case]
@@ -56,23 +48,12 @@ def _masked() -> dict[str, torch.Tensor]:
     return _tokens(attention_mask=mask)
 
 
-def _with_image() -> dict[str, torch.Tensor]:
-    inputs = _tokens(pixel_values=torch.randn(BATCH, 3, 32, 32))
-    inputs["input_ids"][:, -1] = 1
-    return inputs
-
-
 def _logits(out: Any) -> torch.Tensor:
     return out.logits
 
 
 def _itself(out: torch.Tensor) -> torch.Tensor:
     return out
-
-
-def _embeddings(out: Any) -> torch.Tensor:
-    """CLIP's: its four logits are sums over nearly orthogonal vectors, so that hardly anything but noise is left of them."""
-    return torch.cat([out.text_embeds, out.image_embeds]) + 0 * out.logits_per_text.sum()
 
 
 def build(model: str, **config: Any) -> nn.Module:
@@ -96,7 +77,7 @@ def _of(
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 1}
 TOWER = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 1, "num_attention_heads": 4}
 _TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
-_DECODER = {**TOWER, **_TEXT, "num_key_value_heads": 2, "pad_token_id": 0}
+DECODER = {**TOWER, **_TEXT, "num_key_value_heads": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODER = {**TOWER, **_TEXT, **_NO_DROPOUT}
 _IMAGE = {"image_size": 32, "patch_size": 8}
@@ -106,22 +87,17 @@ TRANSFORMERS: dict[str, Builder] = {
     # Conv1D layers: addmm on [in, out] weights; a tied head.
     "gpt2": _of("GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0,
                 embd_pdrop=0.0, attn_pdrop=0.0, **_SPECIAL),
-    "llama": _of("LlamaForCausalLM", **{**_DECODER, "num_hidden_layers": 2}),
-    # A sliding window shorter than the sequence.
-    "mistral": _of("MistralForCausalLM", **_DECODER, sliding_window=8),
+    "llama": _of("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 2}),
     # Normalized queries and keys, a head dimension that is not hidden_size / heads.
-    "qwen3": _of("Qwen3ForCausalLM", **_DECODER, head_dim=32),
-    # Soft-capped logits, a tied head, norms on both sides of a block.
-    "gemma2": _of("Gemma2ForCausalLM", **_DECODER, head_dim=16, sliding_window=8),
+    "qwen3": _of("Qwen3ForCausalLM", **DECODER, head_dim=32),
+    # Soft-capped logits, a tied head, norms on both sides of a block, a sliding window shorter than the sequence.
+    "gemma2": _of("Gemma2ForCausalLM", **DECODER, head_dim=16, sliding_window=8),
     # Attention and MLP in parallel on one normalized input, biases everywhere.
-    "phi": _of("PhiForCausalLM", **_DECODER, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
+    "phi": _of("PhiForCausalLM", **DECODER, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
     # ReLU, whose gradient jumps wherever noise changes a sign: the noisiest gradients of the zoo.
     "opt": _of("OPTForCausalLM", hidden_size=64, ffn_dim=112, num_hidden_layers=1, num_attention_heads=4,
                max_position_embeddings=64, word_embed_proj_dim=64, layerdrop=0.0, **_TRANSFORMER),
-    "bert": _of("BertForMaskedLM", _tokens, **{**_ENCODER, "num_hidden_layers": 2}),
-    "distilbert": _of("DistilBertForMaskedLM", _tokens, dim=64, hidden_dim=112, n_layers=1, n_heads=4,
-                      max_position_embeddings=64, **_TRANSFORMER),
-    "roberta": _of("RobertaForMaskedLM", _masked, **_ENCODER, pad_token_id=1),
+    "bert": _of("BertForMaskedLM", _masked, **{**_ENCODER, "num_hidden_layers": 2}),
     # Encoder and decoder with cross attention, relative positions, gated GELU.
     "t5": _of("T5ForConditionalGeneration", lambda: _decoded(**_tokens()), vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=112,
               num_layers=1, num_decoder_layers=1, num_heads=4, dropout_rate=0.0, feed_forward_proj="gated-gelu",
@@ -129,16 +105,13 @@ TRANSFORMERS: dict[str, Builder] = {
     # Patches by convolution, 17 tokens: M is never a multiple of 16.
     "vit": _of("ViTForImageClassification", lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32)}, **TOWER, **_NO_DROPOUT,
                **_IMAGE, num_labels=10),
-    # Two towers and a matmul of two activations at the end.
-    "clip": _of("CLIPModel", _with_image, _embeddings, projection_dim=48, vision_config={**TOWER, **_IMAGE},
-                text_config={**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 32, **_SPECIAL}),
     # Convolutions before the encoder, key projections without bias beside ones with it.
     "whisper": _of("WhisperForConditionalGeneration", lambda: _decoded(input_features=torch.randn(BATCH, 16, 32)),
                    num_mel_bins=16, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
                    decoder_attention_heads=4, encoder_ffn_dim=112, decoder_ffn_dim=112, max_source_positions=16,
                    max_target_positions=32, pad_token_id=0, decoder_start_token_id=1, **_SPECIAL, **_TRANSFORMER),
     # Routing: which tokens an expert sees is known at run time only.
-    "mixtral": _of("MixtralForCausalLM", discontinuous="*.mlp.gate.weight", **_DECODER, num_local_experts=4,
+    "mixtral": _of("MixtralForCausalLM", discontinuous="*.mlp.gate.weight", **DECODER, num_local_experts=4,
                    num_experts_per_tok=2),
     # A state-space scan in a Python loop, without the CUDA kernels; Dynamo unrolls it, so sequences are short.
     "mamba": _of("MambaForCausalLM", lambda: _causal(4), vocab_size=VOCABULARY, hidden_size=64, state_size=8,
@@ -150,8 +123,7 @@ def _mixture(model: str, factor: float = 50, **config: Any) -> Builder:
     """With routers whose choices rounding does not change: an expert's gradients jump when a token comes or goes."""
 
     def made() -> Case:
-        case = _of(model, **{**_DECODER, "num_experts_per_tok": 2, **config})()
-        assert isinstance(case.model, nn.Module)
+        case = _of(model, **{**DECODER, "num_experts_per_tok": 2, **config})()
         with torch.no_grad():
             for name, parameter in case.model.named_parameters():
                 if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
@@ -161,36 +133,21 @@ def _mixture(model: str, factor: float = 50, **config: Any) -> Builder:
     return made
 
 
-#: Sigmoid routing within groups of experts; experts that every token has.
-DEEPSEEK_V3 = {
-    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 48, "n_shared_experts": 1,
-    "first_k_dense_replace": 0, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
 #: Mixtures of experts, whose grouped GEMMs have tests of their own.
 MIXTURES: dict[str, Builder] = {
     "mixtral_experts": _mixture("MixtralForCausalLM", num_local_experts=4),
     "qwen3_moe": _mixture("Qwen3MoeForCausalLM", num_experts=4, moe_intermediate_size=48, head_dim=16),
     "olmoe": _mixture("OlmoeForCausalLM", num_experts=4),
-    # A larger factor would saturate the sigmoid.
-    "deepseek_v3": _mixture("DeepseekV3ForCausalLM", 8, **DEEPSEEK_V3, n_group=2, topk_group=1, q_lora_rank=48),
+    # Sigmoid routing within groups of experts, which a larger factor would saturate; experts that every token has.
+    "deepseek_v3": _mixture("DeepseekV3ForCausalLM", 8, n_routed_experts=8, moe_intermediate_size=48, n_shared_experts=1,
+                            num_key_value_heads=4, first_k_dense_replace=0, kv_lora_rank=32, qk_rope_head_dim=16,
+                            qk_nope_head_dim=16, v_head_dim=16, n_group=2, topk_group=1, q_lora_rank=48),
     # Weights stored [experts, in, out], and a bias per expert.
     "gpt_oss": _mixture("GptOssForCausalLM", num_local_experts=4, head_dim=16, sliding_window=8),
-}
+}  # fmt: skip
 
 
-# -- torch's own modules, and what people write by hand
-
-
-class SelfAttention(nn.Module):
-    """nn.MultiheadAttention on one tensor: one packed projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-        nn.init.normal_(self.attention.out_proj.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+# -- torch's own modules
 
 
 class CrossAttention(nn.Module):
@@ -205,74 +162,6 @@ class CrossAttention(nn.Module):
         return self.attention(x, key, value)[0]
 
 
-class Projection(nn.Module):
-    """A linear and an activation, in a frame of its own."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(self.linear(x))
-
-
-class Recurrent(nn.Module):
-    """Linears before and behind an LSTM. Dynamo leaves the frame that calls an LSTM to eager, and compiles those below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Projection(48, 64)
-        self.lstm = nn.LSTM(64, 32, batch_first=True)
-        self.head = Projection(32, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.inner(x))[0])
-
-
-class Einsum(nn.Module):
-    """Attention of einsums: projections by a 3-D weight, scores, a contraction of two dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_heads = nn.Parameter(torch.randn(64, 4, 16) / 8)
-        self.from_heads = nn.Parameter(torch.randn(4, 16, 64) / 8)
-        self.up = nn.Parameter(torch.randn(64, 112) / 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = torch.einsum("btd,dhk->bthk", x, self.to_heads)
-        scores = torch.einsum("bthk,bshk->bhts", heads, heads).softmax(-1)
-        mixed = torch.einsum("bhts,bshk->bthk", scores, heads)
-        return torch.einsum("td,df->tf", torch.einsum("bthk,hkd->btd", mixed, self.from_heads).flatten(0, 1), self.up)
-
-
-class Matmul(nn.Module):
-    """`@` in its forms: activation by weight, weight by activation, activation by activation, one weight read twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.right = nn.Parameter(torch.randn(64, 48) / 8)
-        self.left = nn.Parameter(torch.randn(32, 32) / 6)
-        self.middle = nn.Parameter(torch.randn(48, 48) / 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(x @ self.right)
-        h = self.left @ h
-        h = h @ self.middle + h @ self.middle.T
-        return (h @ h.T) @ h
-
-
-def _functional_mlp(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    hidden = F.gelu(F.linear(x, parameters["up"], parameters["up_bias"]))
-    return F.linear(hidden, parameters["down"]) + x @ parameters["skip"]
-
-
-def _functional() -> Case:
-    """No module at all."""
-    shapes = {"up": (112, 64), "up_bias": (112,), "down": (48, 112), "skip": (64, 48)}
-    parameters = {name: (torch.randn(shape) / 8).requires_grad_() for name, shape in shapes.items()}
-    return Case(_functional_mlp, {"parameters": parameters, "x": torch.randn(BATCH, TOKENS, 64)}, _itself)
-
-
 def _by_hand(make: Callable[[], nn.Module], **shapes: tuple[int, ...]) -> Builder:
     """With normal inputs of these shapes."""
     return lambda: Case(make(), {name: torch.randn(shape) for name, shape in shapes.items()}, _itself)
@@ -282,10 +171,5 @@ TORCH: dict[str, Builder] = {
     "nn_transformer": _by_hand(
         lambda: nn.Transformer(64, 4, 1, 1, 112, dropout=0.0, batch_first=True), src=(BATCH, TOKENS, 64), tgt=(BATCH, 8, 64)
     ),
-    "multihead_self_attention": _by_hand(SelfAttention, x=(BATCH, TOKENS, 64)),
     "multihead_cross_attention": _by_hand(CrossAttention, x=(BATCH, TOKENS, 64), key=(BATCH, 12, 48), value=(BATCH, 12, 80)),
-    "lstm": _by_hand(Recurrent, x=(BATCH, TOKENS, 48)),
-    "einsum": _by_hand(Einsum, x=(BATCH, TOKENS, 64)),
-    "matmul": _by_hand(Matmul, x=(BATCH * TOKENS, 64)),
-    "functional": _functional,
 }
