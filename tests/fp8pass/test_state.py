@@ -145,8 +145,8 @@ def test_a_module_in_the_place_of_another_has_empty_histories():
 # -- steps
 
 
-@pytest.mark.parametrize("has_own_factor", [False, True])
-def test_scales_follow_the_users_formula_over_many_steps(has_own_factor):
+@pytest.mark.parametrize("own", ["factor", "algo", "margin"])
+def test_scales_follow_the_users_formula_over_many_steps(own):
     calls, amaxes = [], [1.0, 8.0, 2.0, 0.5, 4.0]
 
     def second_largest(history):
@@ -156,16 +156,16 @@ def test_scales_follow_the_users_formula_over_many_steps(has_own_factor):
         calls.append(recipe)
         return fp8_max / amax / 2
 
-    own = {"scaling_factor_compute_algo": halved} if has_own_factor else {"margin": 1, "amax_compute_algo": second_largest}
-    recipe = DelayedScaling(amax_history_len=3, **own)
+    algo = {"algo": {"amax_compute_algo": second_largest}, "factor": {"scaling_factor_compute_algo": halved}}
+    recipe = DelayedScaling(amax_history_len=3, margin=int(own != "factor"), **algo.get(own, {}))
     _, compiled = fp8_mlp(recipe, step="manual")
     for step, amax in enumerate(amaxes):
         train(compiled, full(amax))
         state(compiled).step()
         window = sorted([0.0, 0.0, *amaxes[: step + 1]][-3:])
-        expected = window[-1 if has_own_factor else -2]
+        expected = window[-2 if own == "algo" else -1]
         assert not expected or state(compiled).scale("0:input") == torch.tensor(448.0 / 2) / torch.tensor(expected)
-    assert calls == [recipe] * (5 if has_own_factor else 0)
+    assert calls == [recipe] * (5 if own == "factor" else 0)
 
 
 @pytest.mark.parametrize("weight_copies", ["auto", "cache"])
