@@ -223,6 +223,7 @@ class Search:
                 if tensor is not None:
                     names.setdefault(id(tensor), []).append(joined(path, key))
         self._root, self.names, self.paths, self.wrapped, self.is_new = root, names, paths, _wrapper_paths(modules), True
+        self.trains = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is still where it was found."""

@@ -13,8 +13,8 @@ where our columnwise copies hold all groups in one.
 
 NOTE [what copies cost] Copies of rows read and write K bytes of each row before the GEMM and 2 N behind it. A float32 sum that
 is cleared, added to and rounded moves 16 bytes per element more than the product in bfloat16. Where that takes longer, by
-estimate, than DeepGEMM saves, Triton's kernel runs. The rates are estimates: instructions of
-the cubin for Triton, fp8pass/cost.py for DeepGEMM and for copies on an H200.
+estimate, than DeepGEMM saves, Triton's kernel runs. The rates are estimates: instructions of the
+cubin for Triton, fp8pass/cost.py for DeepGEMM and for copies on an H200.
 
 Sources: csrc/apis/gemm.hpp, csrc/apis/layout.hpp, csrc/utils/layout.hpp, deep_gemm/include/deep_gemm/scheduler/gemm.cuh and
 tests/generators.py of DeepGEMM (54e2261).
