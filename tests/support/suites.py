@@ -23,7 +23,7 @@ from _pytest.runner import runtestprotocol
 
 LISTED = 2.0
 """Less than the limit of the fast suite: a busy machine, and one without compiled code in its caches, takes more CPU time."""
-SPARED = 1.5
+SPARED = 0.8
 """Cases above this are listed, too, where the fast suite has another case of the same test."""
 
 LIST = pathlib.Path(__file__).parent.parent / "exhaustive.txt"
