@@ -134,7 +134,10 @@ class Releases:
         given = {weight: _given(weight, used) for held in weights.values() for weight in held}
         there = {w: tensors for w, tensors in given.items() if tensors is not None and w.made is not None}
         fresh = {w for w, tensors in there.items() if w.is_made_of(self._cache.origin(tensors))}
-        reasons = {i: self._obstacle(used[i], held, fresh, has_breaks) for i, held in weights.items()}
+        root = self._root() if weights else None
+        embedded = set() if root is None else {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding)}
+        trains = root is not None and any(p.requires_grad for p in root.parameters())
+        reasons = {i: self._obstacle(used[i], w, fresh, has_breaks, embedded, trains) for i, w in weights.items()}
         freed: list[int] = []
         for i, held in weights.items():
             reason = reasons[i]
@@ -150,17 +153,23 @@ class Releases:
                 weight.forget()
 
     def _obstacle(
-        self, parameter: nn.Parameter, weights: Sequence[CachedWeight], fresh: Collection[CachedWeight], has_breaks: bool
+        self,
+        parameter: nn.Parameter,
+        weights: Sequence[CachedWeight],
+        fresh: Collection[CachedWeight],
+        has_breaks: bool,
+        embedded: Collection[int],
+        trains: bool,
     ) -> Reason | None:
-        """Why a Parameter keeps its values for now. fresh: the weights whose copies are those of its values."""
-        root = self._root()
+        """Why a Parameter keeps its values for now. fresh: the weights whose copies are those of its values. embedded: the
+        identities of the weights of embeddings. trains: the model has Parameters that train."""
         if parameter.requires_grad:
             return Reason(ReasonKind.READERS, "it trains")
         if (reader := self._readers.get(parameter)) is not None:
             return Reason(ReasonKind.READERS, f"{reader} of a compiled graph reads it in high precision")
-        if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):
+        if id(parameter) in embedded:
             return Reason(ReasonKind.READERS, "an embedding reads it in high precision")
-        if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
+        if trains and not any(w.trains for w in weights):
             return Reason(ReasonKind.READERS, "no graph with a backward has run, which may need more of it")
         if any(len(w.shape) == 3 and not _is_restorable(w) for w in weights):
             detail = "a batch of matrices with scales of parts of rows, from which it could not be restored"
