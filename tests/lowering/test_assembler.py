@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from lowering.triton import assembler
+from lowering.triton import assembler, check
 from lowering.triton.ahead import Kernel
 from lowering.triton.assembler import Assembler, choose, tritons
 from tests.support.cases import each
@@ -116,3 +116,10 @@ def test_our_kernels_alone_are_assembled_by_it(monkeypatch, tmp_path):
     assert not theirs.kernel.endswith(b"by 13.7")
     assert calls(tmp_path) == ["13.7"]
     assert (dict(os.environ), vars(triton.knobs.nvidia)) == before
+
+
+def test_the_command_says_which_assembler_is_used(capsys):
+    assert check.main(["--arch", "90", "100"]) == 0
+    said = capsys.readouterr().out
+    for arch in (90, 100):
+        assert f"compute capability {arch / 10}: {choose(arch)}" in said

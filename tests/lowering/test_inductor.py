@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import cross_codegen as gpu
 from benchmarks.contestants import steady
@@ -16,6 +17,7 @@ from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
 from tests.support.cases import rest
+from tests.support.copies import both
 from tests.support.models import LlamaBlock, mlp
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
@@ -133,3 +135,46 @@ def test_casts_as_engines_make_them_are_called():
     code = "".join(generated.code for generated in report(graphs))
     found = re.findall(r"lowering\.(\w+)\.default\([^\n]*inverse=", code)
     assert found == ["cast_with_scales", "scales_from_amax"] * 2
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scales_of_rows_join_the_code_behind_a_gemm_that_does_not_take_them(has_bias):
+    """As that of torch, where there is a float32 bias. Generated code reads the float32 of a per-tensor GEMM instead."""
+
+    def function(a, b, scale_a, scale_b, bias):
+        return F.silu(ops.scaled_mm(a, b.t(), scale_a, scale_b, bias if has_bias else None, **both("row_wise")))
+
+    m, n = 256, 128
+    a, b = (torch.zeros(rows, 512, dtype=E4M3) for rows in (m, n))
+    (generated,) = report(plain(function, a, b, torch.zeros(m, 1), torch.zeros(n, 1), torch.zeros(n)))
+    found = [kernel.num_bytes for kernel in generated.elementwise if kernel.num_bytes > 8]
+    assert found == [m * n * (4 + 2) + 4 * (m + 2 * n) if has_bias else m * n * (2 + 2)]
+    assert not any("lowering" in kernel.name for kernel in generated.kernels)
+
+
+@pytest.mark.parametrize(("kind", "as_bytes"), [("tensor_wise", False), ("block_1x128", False), ("block_128x128", True)])
+def test_what_is_saved_measured_and_cast_is_computed_in_loops(kind, as_bytes):
+    """Generated code calls no operation but what sums parts up. GPUs without FP8 instructions save bytes."""
+
+    def function(x):
+        y = F.silu(x)
+        saved = ops.save_activation(y, as_bytes=as_bytes)
+        if kind == "tensor_wise":
+            measured = ops.cast([y], [ONE], E4M3, with_amax=True)
+        else:
+            measured = ops.quantization_statistics(y, E4M3, granularity=kind, power_of_2=True)
+        return ops.load_activation(*saved, dtype=BF16) * 2, measured
+
+    names = [kernel.name for kernel in report(plain(function, zeros(256, 512)))[0].kernels]
+    assert names
+    assert [name for name in names if "lowering" in name and "statistics_of_parts" not in name] == []
+
+
+def test_columns_of_what_a_row_kernel_computes_and_rows_of_a_vector_are_copied_in_loops():
+    def function(x, vector):
+        made = ops.cast([F.rms_norm(x, (512,))], [ONE], E4M3, rowwise=False, columnwise=True, with_amax=True)
+        return made, ops.take(vector, [0, 1, 4, 5, 9])
+
+    (generated,) = report(plain(function, zeros(250, 512), torch.zeros(10)))
+    assert "((512, 256), (256, 1), torch.float8_e4m3fn)" in generated.code, "it is padded"
+    assert not any("lowering" in kernel.name for kernel in generated.kernels)

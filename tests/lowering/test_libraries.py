@@ -20,6 +20,7 @@ from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import cutlass
 from lowering.grouped import deep_gemm as grouped_deep_gemm
+from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped import reference as groups
 from lowering.grouped.reference import GroupedGemm, padded_width
 from lowering.mxfp8 import gemm as mx_gemm
@@ -177,17 +178,6 @@ def test_what_a_library_does_not_have_is_refused(module, given, reason, library,
         on_hopper(patch)
         found = module.refusal(made)
     assert found is None if reason is None else reason in found
-
-
-def test_a_gpu_that_cannot_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    for module in (gemm, hardware):
-        monkeypatch.setattr(module, "cuda_capability", lambda device: (8, 0))
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"),
-    ):
-        gemm.prepared(asked(device="cuda"), "auto")
 
 
 def test_releases_of_deep_gemm_that_lack_something_are_refused(monkeypatch):
@@ -452,3 +442,38 @@ def test_a_library_is_asked_once_and_nothing_is_kept_or_tried_in_a_capture(is_ca
     is_capturing.return_value = False
     assert trial.is_passed(None)
     assert trial.reasons == {}
+
+
+def test_rows_of_no_group_become_zeros(library, monkeypatch):
+    from lowering.grouped import gemm_kernels as kernel
+
+    cleared = []
+    monkeypatch.setattr(kernel, "clear_rows_of_no_group", lambda out, offs: cleared.append(offs) or out)
+    for given in (grouped(), stacks()):  # stacks have none
+        operands = given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.offs, given.bias
+        grouped_gemm.prepared("deep_gemm", given)(*operands)
+        assert [offs.tolist() for offs in cleared] == [grouped().offs.tolist()]
+
+
+def test_a_gpu_that_cannot_says_so(monkeypatch):
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    for module in (gemm, hardware):
+        monkeypatch.setattr(module, "cuda_capability", lambda device: capability)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        given, offs = asked(device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
+        with pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"):
+            gemm.prepared(given, "auto")
+        q, one = torch.empty(32, 32, device="cuda", dtype=E4M3), torch.ones((), device="cuda")
+        with pytest.raises(NotImplementedError, match=r"compute capability 8\.9"):
+            grouped_gemm.scaled_grouped_mm(q, q.expand(3, -1, -1).mT, one, one, offs)
+        capability, scale = (9, 0), torch.empty(1, 1, 32, 16, device="cuda", dtype=torch.uint8)
+        with pytest.raises(NotImplementedError, match=r"1x32 blocks need compute capability 10\.0, this device has 9\.0"):
+            mx_gemm.decided(Product(q, q.t(), scale, scale))
+
+
+def test_a_package_that_cannot_be_loaded_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(package.importlib, "import_module", mock.Mock(side_effect=ImportError("no libcudart.so.12")))
+    monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: types.SimpleNamespace())
+    assert package.library.__wrapped__() is None
+    assert "cannot be loaded, and is not used: no libcudart" in caplog.text

@@ -48,11 +48,13 @@ def defined(reference=scale, **options):
 
 
 def test_a_call_checks_its_arguments_once():
-    """In Python and from a graph."""
+    """In Python and from a graph. What torch refuses without a computation is checked, too: a check says it better."""
     checked = []
 
-    def check(x: torch.Tensor, factor: float) -> None:
+    def check(x: object, factor: float) -> None:
         checked.append(factor)
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"x is {x!r}; pass a tensor")
         if factor == 0.0:
             raise ValueError("factor is 0.0; use another one")
 
@@ -64,6 +66,8 @@ def test_a_call_checks_its_arguments_once():
         with pytest.raises(ValueError, match=r"factor is 0\.0") as raised:
             call(torch.ones(2), 0.0)
         assert raised.value.__context__ is None
+    with pytest.raises(ValueError, match="x is 'x'; pass a tensor"):
+        operation("x")
     assert operation.overload(torch.ones(3, device="meta"), 0.0).shape == (3,), "nothing is checked in tracing"
     with pytest.raises(TypeError, match=r"the check .*check of .* requests x, factor; its arguments are total"):
         define(raise_to, mutates=["total"], checks=[check])

@@ -209,3 +209,21 @@ def test_all_ways_to_cast_give_the_padded_quantization(shape, kind, pad):
         for way in ways:
             assert same_bits(way[0], q)
             assert torch.equal(way[1], scales)
+
+
+def test_both_copies_at_once_are_those_of_one():
+    x, scale = torch.randn(200, 300), torch.tensor(3.0)
+    for kind in ("block_1x128", "block_128x128"):
+        made, travel = (
+            make(x, E4M3, granularity=kind) for make in (lowering.cast_transpose_blockwise, lowering.compact_blockwise)
+        )
+        for i, columnwise in enumerate((False, True)):
+            side = slice(2 * i, 2 * i + 2)
+            wanted = lowering.cast_blockwise(x, E4M3, granularity=kind, columnwise=columnwise)
+            arrived = lowering.gemm_ready(*travel[side], granularity=kind, columnwise=columnwise)
+            assert all(same_bits(*pair) for found in (made[side], arrived) for pair in zip(found, wanted, strict=True))
+    rows, columns, amax = lowering.cast_transpose_amax(x, scale, E4M3)
+    q = lowering.quantize(x, scale, E4M3)
+    assert same_bits(rows[:, :300], q)
+    assert same_bits(columns[:, :200], q.t())
+    assert amax == x.abs().max()

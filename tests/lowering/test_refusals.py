@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowering
-from lowering.formats import E4M3, Granularity
+from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.cases import each
 from tests.support.copies import both
 
@@ -42,8 +42,9 @@ def of_compact() -> torch.Tensor:
 ROWS, EXPERTS, OFFS = fp8(8, 16), fp8(2, 16, 32), torch.tensor([3, 8], dtype=torch.int32)
 
 
-def grouped(offs: torch.Tensor, a=ROWS, b=EXPERTS) -> torch.Tensor:
-    return lowering.scaled_grouped_mm(a, b, SCALE, SCALE, offs)
+def grouped(*arguments: Any, a=ROWS, b=EXPERTS, scales=(SCALE, SCALE), kinds=(), **options: Any) -> torch.Tensor:
+    named = dict(zip(("granularity_a", "granularity_b"), kinds, strict=False))
+    return lowering.scaled_grouped_mm(a, b, *scales, *arguments, **named, **options)
 
 
 columns = functools.partial(ops.cast_columns, dtype=E4M3, offs=OFFS)
@@ -59,6 +60,19 @@ QUANTIZING = [
     *((lambda block=block: lowering.quantize_blockwise(WIDE, E4M3, block), r"block is \(?\d+.*use \(1, 128\) or \(128, 128\)")
       for block in [(128, 1), 128]),
     # Casts.
+    (lambda: lowering.amax(X.double()), "float64"),
+    (lambda: lowering.cast_blockwise(WIDE, E4M3, granularity="tensor_wise"), "use 'block_1x128' or 'block_128x128'"),
+    (lambda: lowering.cast_transpose_blockwise(WIDE[None], E4M3, granularity=ONE), r"\(1, 4, 128\); flatten"),
+    (lambda: lowering.cast_transpose_amax(X[None], SCALE, E4M3), "reshape it to two dimensions"),
+    (lambda: cast([torch.ones(2, 3, 4, 5)], E4M3), "reshape it to two dimensions"),
+    (lambda: cast([X], E4M3, power_of_2=False, inverse="by"), "one of 'multiply', 'divide'"),
+    (lambda: ops.amax_rowwise([X], rowwise=False, columnwise=False), "ask for a copy"),
+    (lambda: ops.cast([torch.zeros(0, 2, 2)], [SCALE], E4M3), "batch of matrices.*E at least 1"),
+    (lambda: ops.cast([torch.zeros(2, 4, 4)], [torch.ones(3)], E4M3), "one for each of the 2"),
+    (lambda: ops.cast([X], [SCALE], E4M3, in_parts=True), "with_amax=True"),
+    (lambda: ops.transposed_copy(ROWS, OFFS, torch.zeros(8)), "index is torch.float32"),
+    (lambda: columns(X, granularity="tensor_wise"), "transposed_copy"),
+    (lambda: columns(X, granularity="row_wise", rowwise=True), "rowwise is True and"),
     (lambda: cast([X], E4M3, inverse="multiply"), "with power_of_2=False"),
     (lambda: ops.cast_lines_rowwise([X], torch.ones(2), E4M3, rowwise=True, columnwise=True), "these matrices have 68 lines"),
     (lambda: ops.cast([X] * 2, [SCALE] * 3, E4M3), "2 matrices need as many scales, got 3"),
@@ -70,13 +84,28 @@ QUANTIZING = [
     (lambda: lowering.gemm_ready(WIDE.to(E4M3), torch.ones(4, 1), granularity=ONE, columnwise=True),
      r"compact scales of this copy are float32 \(1, 128\)"),
     (lambda: ops.load_activation(fp8(2, 200), torch.ones(2, 1), dtype=torch.float32), r"\[2, 1\]"),
+    (lambda: ops.save_activation(OFFS[None]), "int32"),
+    (lambda: ops.load_activation(fp8(2, 200), torch.ones(2, 2), dtype=torch.int8), "int8"),
+    (lambda: ops.gemm_ready(X.to(E4M3), torch.ones(4, 2), granularity="block_1x32"), "scale_inv is torch.float32"),
     # The state, and statistics.
+    (lambda: lowering.update_scales(X[0], torch.ones(64), torch.ones(64)), r"len >= 1.*\(64,\)"),
+    (lambda: lowering.update_scales(X, torch.ones(5), torch.ones(64)), r"scale must be.*\[64\].*\[5\]"),
+    (lambda: statistics(X, E4M3, granularity="tensor_wise"), "takes scale and scale_inv"),
+    (lambda: statistics(X, E4M3, SCALE, SCALE, granularity="row_wise"), "computes its own scales"),
+    (lambda: statistics(X, E4M3, granularity="row_wise", rowwise=False), "request a copy"),
     (lambda: lowering.update_scales(X.clone(), torch.ones(64), torch.ones(64), algo="mean"), "'max' or 'most_recent'"),
     (lambda: statistics(X, E4M3, SCALE, SCALE, granularity="tensor_wise", columnwise=True), "request one copy"),
 ]  # fmt: skip
 
 PRODUCTS = [
     (lambda: lowering.scaled_mm(fp8(4, 5), fp8(6, 4), SCALE, SCALE), r"cannot multiply \(4, 5\) by \(6, 4\)"),
+    (lambda: lowering.scaled_mm(ROWS, X[:, :16].t(), SCALE, SCALE), "quantize both operands"),
+    (lambda: lowering.scaled_mm(ROWS.to(E5M2), ROWS.to(E5M2).t(), SCALE, SCALE), "one operand to E4M3"),
+    (lambda: lowering.scaled_mm(ROWS, ROWS.t(), SCALE, SCALE, SCALE), r"bias has shape \(\)"),
+    (lambda: lowering.scaled_mm(ROWS, ROWS.t(), SCALE, SCALE, out_dtype=E4M3), "out_dtype is"),
+    (lambda: of_blocks(implementation="fast"), "implementation is 'fast'; use one of auto"),
+    (lambda: of_blocks(implementation="triton"), "needs CUDA tensors, a is on cpu"),
+    (lambda: of_blocks(bias=SCALE), r"bias has shape \(\)"),
     (lambda: ops.scaled_mm(fp8(4, 5), fp8(6, 5).t(), X[:, 0], torch.ones(6, 1), **both("row_wise")), r"pass float32 \(4, 1\)"),
     (lambda: of_blocks(kinds=(TWO, TWO)), "no FP8 GEMM takes 128x128 by 128x128 blocks; quantize one operand with 1x128"),
     (lambda: of_blocks(implementation="cublaslt"), r"cuBLASLt cannot compute .* a is on cpu"),
@@ -84,6 +113,14 @@ PRODUCTS = [
     (lambda: of_blocks(fast_accum=True), "fast_accum is True"),
     (lambda: of_blocks(kinds=(ONE, ONE), implementation="mxfp8", power_of_2=False), "no power of two.*with power_of_2=True"),
     # Grouped.
+    (lambda: grouped(), "offs is None"),
+    (lambda: grouped(OFFS, a=ROWS.float()), "quantize both operands"),
+    (lambda: grouped(OFFS, a=ROWS.to(E5M2), b=EXPERTS.to(E5M2)), "two E5M2 operands"),
+    (lambda: grouped(OFFS, b=EXPERTS[:, :8]), "make no grouped GEMM"),
+    (lambda: grouped(OFFS, scales=(SCALE, torch.ones(3))), r"scale_inv_b is torch.float32 \(3,\)"),
+    (lambda: grouped(OFFS, torch.ones(32)), "bias has shape"),
+    (lambda: grouped(OFFS, scales=(torch.ones(8, 1), torch.ones(2, 1, 1)), kinds=(ONE, TWO), fast_accum=True), "fast_accum"),
+    (lambda: grouped(OFFS, scales=(torch.ones(1, 1), torch.ones(2, 32, 1)), kinds=(TWO, ONE)), "rows of two groups"),
     (lambda: grouped(OFFS.long()), "int32"),
     (lambda: grouped(OFFS[:1]), "1 groups and b 2 matrices"),
     (lambda: grouped(OFFS, a=EXPERTS, b=EXPERTS.mT), "offs=None"),
