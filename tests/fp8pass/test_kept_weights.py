@@ -121,3 +121,21 @@ def test_inspect_counts_the_copies_and_the_other_choices_keep_none(launches):
     report = inspect(compiled)
     assert "2 weights are quantized when changed, not at each call: 12,288 bytes of FP8 copies are kept." in str(report)
     assert {w["bytes"] for w in report.to_dict()["graphs"][0]["kept"]} == {6144}
+
+
+def test_frozen_weights_that_were_only_evaluated_are_kept_in_the_orientation_that_training_needs():
+    """Then no weight is dequantized or saved for the backward: it reads the copies."""
+    found = []
+    for copies in ("cache", "save"):
+        torch.manual_seed(0)
+        compiled, x = fp8(make().requires_grad_(False), weight_copies=copies), X[0].clone().requires_grad_()
+        with torch.no_grad():
+            before = compiled(x)
+        train(compiled, x)
+        found.append([before, x.grad])
+        if copies == "cache":
+            (graph,) = [graph for graph in inspect(compiled).graphs if graph.trains]
+            read = [n.meta["val"] for n in graph.backward.graph.find_nodes(op="placeholder") if n.users]
+            weights = [value.dtype for value in read if tuple(value.shape) in ((96, 64), (64, 96))]
+            assert weights == [torch.float8_e4m3fn] * 2
+    assert same(*found)

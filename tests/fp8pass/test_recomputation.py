@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, inspect, state
 from fp8pass.runtime.recompute import FirstRun, FirstRuns
 from fp8pass.runtime.wrap import session_of
+from tests.support.cases import rest
 from tests.support.models import Net, mlp
 from tests.support.training import fp8, gradients, same, train
 
@@ -82,7 +83,7 @@ def across_a_boundary(*kinds):
     return given.grad, gradients(block)
 
 
-@pytest.mark.parametrize("kinds", [[False], [True], [True, False]])
+@pytest.mark.parametrize("kinds", [[False], [True], [True, False], *rest([[False, False], [False, True], [True, True]])])
 def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(kinds):
     assert same(across_a_boundary(*kinds), across_a_boundary())
 
