@@ -46,9 +46,9 @@ def square(forward):
     return Net(forward, w=nn.Parameter(torch.randn(32, 32)))
 
 
-def addend(m, x):
+def addmm(m, x, of_addend=lambda x: x):
     x = gather(x)
-    return torch.addmm(x, x, m.w)
+    return torch.addmm(of_addend(x), x, m.w)
 
 
 HIGH = "readers: {} reads the gathered tensor in high precision"
@@ -68,7 +68,8 @@ CASES = {
     "tiles, bfloat16": (Gathering(256), (128, 256), {"recipe": TILES} | BF16, None, 1 + 4 / 128**2),
     "the model returns it": (Gathering(read=lambda x: x), (16, 32), {}, HIGH.format("the model's output"), 1.0),
     "what a GEMM returns": (square(lambda m, x: gather(x @ m.w) @ m.w), (16, 32), {}, RESULT, 1.0),
-    "an addend": (square(addend), (16, 32), {}, HIGH.format("addmm"), 1.0),
+    "an addend": (square(addmm), (16, 32), {}, HIGH.format("addmm"), 1.0),
+    "of an addend": (square(lambda m, x: addmm(m, x, lambda x: x * 2)), (16, 32), {}, HIGH.format("mul"), 1.0),
 }
 
 

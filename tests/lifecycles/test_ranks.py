@@ -1,12 +1,15 @@
 """Distributed programs of the net, on two ranks that have the same batch: each must equal the reference's serial run."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint
+from torch.distributed.pipelining import PipelineStage, SplitPoint
 from torch.distributed.pipelining import pipeline as make_pipe
 from torch.distributed.tensor import DTensor
 
@@ -85,35 +88,43 @@ def microbatches(step, kind):
 EVALUATED = 8 * batch(70, rows=64)
 
 
-def pipeline(rank, recipe, kind):
-    """What the last rank sees of a pipeline in each step, and of the same microbatches one after the other."""
+def pipeline(rank, recipe, kind, schedule="1F1B"):
+    """What the rank of the last stage sees of a pipeline in each step, and of the same microbatches one after the other. A rank
+    has a stage; two where a schedule is of several, in a V or in a loop."""
     torch._dynamo.reset()
-    parts = [mlp(seed) for seed in range(2)]
-    whole = nn.Sequential(*(mlp(seed) for seed in range(2)))
+    count = 2 if schedule == "1F1B" else 4
+    numbers = [rank] if count == 2 else [rank, 3 - rank if "V" in schedule else rank + 2]
+    parts = [mlp(seed) for seed in range(count)]
+    whole = nn.Sequential(*(mlp(seed) for seed in range(count)))
     ends = {"1": SplitPoint.BEGINNING}
     pipe = make_pipe(whole, mb_args=(torch.zeros(16, WIDTH),), split_spec=ends) if kind == "front end" else None
-    model = whole[rank] if pipe is None else pipe.get_stage_module(rank)
     product = DelayedScaling(amax_history_len=3, reduce_amax=False) if recipe == "short" else recipe
-    fp8(model, product, step="manual", in_place=True)
-    first, last = (torch.zeros(16, WIDTH, requires_grad=wants) for wants in (rank > 0, True))
-    static = {"input_args": (first,), "output_args": (last,)} if kind == "static" else {}
+    # Zero-bubble schedules go backward twice through what is compiled: torch asks for this.
+    functorch_config.donated_buffer = "ZeroBubble" not in schedule and "V" not in schedule
+    models, stages, device = [], [], torch.device("cpu")
+    for i in numbers:
+        models.append(whole[i] if pipe is None else pipe.get_stage_module(rank))
+        fp8(models[-1], product, step="manual", in_place=True)
+        first, last = (torch.zeros(16, WIDTH, requires_grad=wants) for wants in (i > 0, True))
+        static = {"input_args": (first,), "output_args": (last,)} if kind == "static" else {}
+        stages.append(PipelineStage(models[-1], i, count, device, **static) if pipe is None else pipe.build_stage(rank, device))
     junk = [torch.full((16, WIDTH), 1e6) for _ in range(200)]
     del junk  # what freed memory may hold
-    device = torch.device("cpu")
-    stage = PipelineStage(model, rank, 2, device, **static) if pipe is None else pipe.build_stage(rank, device)
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, aim: (out - aim).square().mean())
-    optimizer, ours = sgd(model, 0.5), []
+    made = getattr(pipelining, f"Schedule{schedule}")
+    runs = made(stages[0] if count == 2 else stages, 4, loss_fn=lambda out, aim: (out - aim).square().mean())
+    optimizer, ours, is_last = sgd(nn.ModuleList(models), 0.5), [], count - 1 in numbers
     for step in range(STEPS):
         optimizer.zero_grad()
         for x in microbatches(step, kind):
             losses = []
-            schedule.step(*(() if rank else (x,)), **({"target": x.tanh(), "losses": losses} if rank else {}))
-            ours += [torch.stack(losses).detach().mean()] if rank else []
+            runs.step(*((x,) if 0 in numbers else ()), **({"target": x.tanh(), "losses": losses} if is_last else {}))
+            ours += [torch.stack(losses).detach().mean()] if is_last else []
         optimizer.step()
-        state(model).step()
+        for model in models:
+            state(model).step()
         if kind == "evaluated":
-            ours.append(schedule.eval(*(() if rank else (EVALUATED,)), target=EVALUATED.tanh(), losses=[]))
-    return ours, _serial(parts, REFERENCES[recipe], kind)
+            ours.append(runs.eval(*(() if rank else (EVALUATED,)), target=EVALUATED.tanh(), losses=[]))
+    return (ours, _serial(parts, REFERENCES[recipe], kind)) if is_last else None
 
 
 def _serial(parts, recipe, kind):
@@ -125,7 +136,7 @@ def _serial(parts, recipe, kind):
         for given in microbatches(step, kind):
             losses = []
             for x in given.chunk(4):
-                losses.append((calls[1](calls[0](x)) - x.tanh()).square().mean())
+                losses.append((functools.reduce(lambda out, call: call(out), calls, x) - x.tanh()).square().mean())
                 losses[-1].backward()
             for p in parameters:
                 p.grad.div_(4)
@@ -139,11 +150,15 @@ def _serial(parts, recipe, kind):
     return found
 
 
-KINDS = [("short", kind) for kind in ("static", "evaluated", "accumulated", "front end")]
+KINDS = [("short", kind, "1F1B") for kind in ("static", "evaluated", "accumulated", "front end")]
+PLAIN = [*((recipe, "plain", "1F1B") for recipe in ("short", "current")), ("short", "static", "Interleaved1F1B")]
+LOOPS = [("short", "plain", "LoopedBFS"), ("current", "plain", "InterleavedZeroBubble"), ("short", "plain", "ZBVZeroBubble")]
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [*KINDS, *rest([("short", "plain"), ("current", "plain")])])
-def test_a_pipeline_equals_a_serial_run(recipe, kind):
-    _, (ours, serial) = run_on_ranks(pipeline, 2, recipe, kind)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "schedule"), [*KINDS, *rest([*PLAIN, *LOOPS, ("blockwise", "static", "DualPipeV")])]
+)
+def test_a_pipeline_equals_a_serial_run(recipe, kind, schedule):
+    ((ours, serial),) = [found for found in run_on_ranks(pipeline, 2, recipe, kind, schedule) if found is not None]
     assert len(ours) == len(serial) >= STEPS
     assert same(ours, serial), (ours, serial)
