@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
         ("hooks take nothing", "value = user_pack(tensor.view(torch.uint8) if is_fp8 else tensor)", "return lambda: tensor")),
     *_of("rewrite/apply.py", "fp8pass/test_recomputation.py -k budget",
         ("GEMMs may be recomputed", "            never_recompute(out)\n", "            pass\n")),
-    *_of("rewrite/apply.py", "fp8pass/test_apply.py -k gaps",
+    *_of("rewrite/apply.py", "fp8pass/test_rewrite.py -k gaps",
         ("rows cut from batches leave gaps", "has_gaps = cuts[1] or (cuts[0] and first > 0)", "has_gaps = cuts[1]")),
     *_of("runtime/wrap.py", "fp8pass/test_in_place.py -k levels_or_alike_or_after_the_first",
         ("modules beside a compiled one are left eager", "                if module.__dict__.get(CALL) is None:\n",
