@@ -97,6 +97,7 @@ def test_defaults_modes_rules_and_options_are_those_of_fp8_compile():
         ({"recipes": "delayed"}, r"'recipes'='delayed'.*Did you mean 'recipe'\?"),
         ({"dynamic": True}, "an argument of torch.compile itself"),
         ({"max_autotune": True}, r"an option of Inductor; write options={'options': {'max_autotune': ...}}"),
+        *((3, "options is 3, a int; use a dict such as"), ({"release_frozen": True}, "use fp8_compile.*in_place=True")),
         ({"in_place": True}, r"'in_place'=True is an argument of fp8_compile.*in_place=True"),
     ],
 )

@@ -150,7 +150,7 @@ def test_names_lines_and_annotations_of_nodes_change_the_fingerprint():
 
 
 OWN = """
-import dataclasses, math, os, torch
+import dataclasses, functools, math, os, torch
 from fp8pass.recipes import Granularity, Quantization, Recipe
 from lowering.formats import E4M3
 
@@ -163,6 +163,10 @@ def helper(role):
 
 class Base:
     attribute = 1
+    __slots__ = ("held",)
+    bound, wide, late = classmethod(helper), property(helper), functools.cached_property(helper)
+
+PART, BOUND, JOIN = functools.partial(helper, "x"), Base.bound, "".join
 
 @dataclasses.dataclass(frozen=True)
 class Own(Base, Recipe):
@@ -193,8 +197,9 @@ def calling(text):
 def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
     calls = [f"helper(role), math.sqrt({number})" for number in (2, 3)] + ["torch.float8_e4m3fn", "(lambda: LIMIT)()"]
     calls += [f"[helper(r) for r in {roles}]" for roles in ("ROLES", "set(ROLES)")]
+    calls += ["PART", "BOUND", "JOIN", "torch.ops.aten.mm"]
     changes = {"LIMIT = 3": "LIMIT = 4", " > LIMIT": " >= LIMIT", "attribute = 1": "attribute = 2", "int = 2": "int = 3"}
-    changes |= {"Base, Recipe": "Recipe, Base", "ROW_WISE": "TENSOR_WISE", "option=5": "option=6"}
+    changes |= {"Base, Recipe": "Recipe, Base", "ROW_WISE": "TENSOR_WISE", "option=5": "option=6", " property(helper)": " 1"}
     recipes = [own(), *map(calling, calls), *(own(*change) for change in changes.items())]
     before = [key(recipe=recipe) for recipe in recipes]
     assert_different(*before)
@@ -207,7 +212,10 @@ def test_a_recipe_that_may_decide_otherwise_in_another_process_has_no_key():
     for body, reason in (
         ("torch.cuda.is_available()", "torch.cuda.is_available, which it calls, may return something else"),
         ("CHANCE", "an object of builtins.object"),
+        *(("torch.rand(())", "rand, which it calls, may return something else"), ("helper(math)", "passes the module math on")),
         ("from os import environ", "imports os when it runs"),
     ):
         with pytest.raises(Uncacheable, match=reason):
             key(recipe=calling(body))
+    with pytest.raises(Uncacheable, match=r"the joint_custom_pre_pass function has no uuid\(\)"):
+        key(options={"joint_custom_pre_pass": own})

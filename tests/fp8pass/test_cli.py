@@ -52,7 +52,7 @@ def test_a_function_of_a_module_and_what_is_wrong_is_named(tmp_path, monkeypatch
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    assert main(["estimate", "mine:build", "--gpu", "h100", "--recipe", "delayed", "--json"]) == 0
+    assert main(["estimate", "mine:build", "--gpu", "h100", "--tokens", "16", "--recipe", "delayed", "--json"]) == 0
     held = json.loads(capsys.readouterr().out)
     gemms = {g["role"]: (g["m"], g["n"], g["k"]) for g in held["recipes"]["delayed"]["gemms"]}
     assert gemms == {"output": (8192, 4096, 2048), "grad_input": (8192, 2048, 4096), "grad_weight": (4096, 2048, 8192)}
@@ -92,7 +92,9 @@ def test_models_by_their_configurations(tmp_path):
     for given, text in (
         ([tmp_path], r"has no config\.json"),
         (["LlamaConfig", "hiden_size=3"], "Did you mean 'hidden_size'"),
-        (["ClapConfig"], "write module:function"),
+        (["LlamaConfig", "hidden_size"], "'hidden_size' is not a size; write NAME=VALUE"),
+        (["LlamaConfig", "hidden_size=wide"], "LlamaConfig refuses {'hidden_size': 'wide'}"),
+        *((["ClapConfig"], "write module:function"), (["Llma"], "Did you mean 'LlamaConfig'")),
         (["meta-llama/Llama-3-8B"], "nothing is downloaded"),
     ):
         with pytest.raises(OptionError, match=text):

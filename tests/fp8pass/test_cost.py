@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.models import LlamaBlock
 from fp8pass import cost, estimate
+from lowering.paths import GemmPath
 from tests.support.devices import TOY
 
 
@@ -30,6 +31,12 @@ def test_gemms_by_hand():
     seconds = cost.gemm_seconds(product(1024, 4096, 4096, groups=64), cost.H200, "tensor_wise")
     moved = 1024 * 4096 + 64 * 4096 * 4096 + 2 * 1024 * 4096
     assert seconds == pytest.approx(moved / cost.H200.memory_bandwidth + cost.H200.fp8_gemm_latency)
+    # A kernel behind the GEMM reads its float32 product, or turns its scales.
+    by_rows = cost.gemm_seconds(product(2560, 2048, 4096), TOY, "row_wise", path=GemmPath.ROWS_AFTERWARDS)
+    wide = cost.gemm_seconds(product(2560, 2048, 4096, out_bytes=4), TOY, "tensor_wise")
+    assert by_rows == pytest.approx(wide + (4 + 2) * 2560 * 2048 / 1e12 + 2e-6)
+    turned = cost.gemm_seconds(product(2560, 2048, 4096), cost.B200, "block_1x128", path=GemmPath.BLOCKS_BY_MXFP8)
+    assert turned == cost.gemm_seconds(product(2560, 2048, 4096), cost.B200, "block_1x32") + cost.B200.kernel_latency
 
 
 @pytest.mark.parametrize(("recipe", "measured"), [("delayed", 1.44), ("current", 1.39), ("blockwise", 1.24), ("rowwise", 1.33)])

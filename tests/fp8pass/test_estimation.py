@@ -147,6 +147,7 @@ def depends(x):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
+        *(({name: 3}, OptionError, f"{name} is 3") for name in ("model", "device")),
         ({"device": "h300"}, OptionError, "device is 'h300'.*'h[12]00'.*h100, h200, b200, l40s, rtx4090"),
         ({"recipe": "dlayed"}, RecipeError, "delayed"),
         ({"model": Net(lambda m, x: depends(x)), "recipe": "current"}, OptionError, "depends on values"),
@@ -165,7 +166,7 @@ def test_texts_and_the_recipes_that_are_refused(monkeypatch):
     assert found.refused["mxfp8"].startswith("it has no GEMM with 1x32 scales, which")
     assert (*found.recipes, *found.refused) == tuple(PRESETS)
     assert max(map(len, str(found).splitlines())) <= 80
-    assert all(part in str(found) for part in ("layers.0-5.gate", "an estimate", "mxfp8: not on this device"))
+    assert all(part in repr(found) for part in ("layers.0-5.gate", "an estimate", "mxfp8: not on this device"))
     held = json.loads(found.to_json())
     gemms = held["recipes"]["delayed"]["gemms"]
     assert sum(g["bf16_seconds"] for g in gemms) == pytest.approx(held["bf16_seconds"])

@@ -83,6 +83,7 @@ ROWS = {"cast_config_weight": theirs("Config", AO, scaling_granularity=theirs("G
         (te("NVFP4BlockScaling"), "it has no equivalent here"),
         (te("DelayedScaling", margin=0.5), r"fp8pass\.DelayedScaling\(\), but not with these options: .*margin=0\.5"),
         (linear_config(**ROWS, cast_config_input_for_grad_weight=DISABLED), "'rowwise_with_gw_hp'"),
+        *((linear_config(**ROWS), "'rowwise'"), (linear_config(round_scales_to_power_of_2=True), "use_power_2_scales=True")),
         (theirs("Float8LinearRecipeName", AO, value="tensorwise"), "'current'"),
         (theirs("MXLinearConfig", "torchao.prototype.mx_formats"), "'mxfp8'"),
         (theirs("MXFP8TrainingRecipe", MOE, value="mxfp8_rceil_wgrad_with_hp"), "'mxfp8_with_gw_hp'"),

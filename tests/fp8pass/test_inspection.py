@@ -107,6 +107,7 @@ def test_what_differs_and_why(plain):
     assert str(same) == "0 GEMMs changed their decision; 15 kept it, 15 of them with another shape.\n"
     by_rule = inspected_layers(rows=32, rules={"layers.*.0:output": None})
     assert causes(plain, by_rule) == {(f"layers.{i}.0", "output", "rule: none -> 'layers.*.0:output'") for i in range(2)}
+    assert "high precision, rule: 'layers.*.0:output'" in " ".join(repr(diff(plain, by_rule)).split())
     assert diff(plain, by_rule).settings == ["Rule 'layers.*.0:output' is only in the second."]
     changed = {why for *_, why in causes(plain, inspected_layers(Float8CurrentScaling(fp8_format=Format.E4M3)))}
     assert changed == {"recipe: Float8CurrentScaling() -> Float8CurrentScaling(fp8_format=E4M3)"}

@@ -65,6 +65,8 @@ def test_numbers_are_those_of_the_tensors_and_results():
     assert gemms["0.up", "output"].sqnr == decibels(exact, made)
     assert gemms["0.up", "output"].gradient_to_noise is None
     assert gemms["0.up", "grad_weight"].gradient_to_noise > 3
+    assert watching.latest.to_dict()["fp8/0.up/grad_weight/gradient_to_noise"] > 3
+    assert "0.up:output (result)" in str(watching)
 
 
 def test_headroom_and_staleness_under_delayed_scaling():
@@ -106,7 +108,7 @@ def test_bad_arguments():
     model, compiled, first = watched("current")
     for given, options, error, message in (
         (compiled, {"every": 0}, OptionError, "every is 0; use a positive int"),
-        (compiled, {"log": "wandb"}, OptionError, "log is 'wandb'"),
+        *((compiled, {name: "wandb"}, OptionError, f"{name} is 'wandb'") for name in ("log", "results")),
         (compiled, {}, OptionError, "has a monitor already"),
         (model, {}, NotCompiledError, "did not come from fp8_compile"),
     ):

@@ -14,7 +14,9 @@ OPTIONS = [
     ({"backend": "inducter"}, "Did you mean 'inductor'"),
     ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
     ({"dynamic": "maybe"}, "dynamic is 'maybe'; use True, False or None"),
+    *(({"options": 3}, "options is 3, a int; use a dict"), ({"mode": "fastest"}, "Unrecognized mode=fastest")),
     ({"amax_reduction_group": "world"}, "amax_reduction_group is 'world', a str; pass a ProcessGroup"),
+    ({"amax_reduction_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, "this rank is not a member of"),
     *(({"min_speedup": value}, "min_speedup") for value in [0.0, True, float("nan")]),
     ({"release_frozen": True, "weight_copies": "save"}, r"release_frozen=True and weight_copies='save'.*use 'auto' or 'cache'"),
     ({"release_frozen": True, "mode": "reduce-overhead"}, "CUDA graphs"),
@@ -23,21 +25,23 @@ OPTIONS = [
     (SAVED | {"options": {"post_grad_fusion_options": {"activation_quantization_aten_pass": {}}}}, "activation_quantization"),
     ({"recipe": None}, "saved_activations='fp8'"),
     ({"recipe": "rowwise", "match": "vlm"}, r"match is 'vlm'. Did you mean 'vllm'"),
+    *((SAVED | {"recipe": None, "match": "vllm"}, "leave one"), ({"min_speedup": 1.0, "match": "vllm"}, "makes no choice by")),
     # words in the wrong place
     ({"options": {"in_place": True}}, r"is an argument of fp8_compile itself; write fp8_compile\(model, ..., in_place=True\)"),
     ({"backend": "aot_eager", "options": {"use_aoti": True}}, "use_aoti.*leave it out"),
+    ({"backend": "aot_eager", "mode": "default"}, "mode='default' is for backend='inductor'.*Leave it out"),
     ({"options": {"cpp_wrapper": True}}, r"cpp_wrapper.*190551.*leave it out"),
 ]
 
 RULES = [
     *(({"rules": rules}, message) for rules, message in (
         ({"a:outptu": None}, "Did you mean 'output'"),
-        ([("a", None)], "use a dict"),
+        ([("a", None)], "use a dict"), ({"": None}, "the pattern '' is not a module path; use a glob"),
         ({"a": "curent"}, r"the rule 'a': no recipe is called 'curent'. Did you mean 'current'\?.*or None"),
         ({"a": DelayedScaling}, r"the rule 'a': .*write DelayedScaling\(\)"),
     )),
     *(({"schedule": schedule}, message) for schedule, message in (
-        ({0: {}}, "the step 0; use a positive int"),
+        ({0: {}}, "the step 0; use a positive int"), ([], "schedule is a list; use a dict"), ({1: 3}, "at step 1: .*are 3;"),
         ({10: {"*:wgrad": None}}, r"at step 10: .*grad_weight"),
     )),
     ({"rules": {"*:saved": None}}, "saved_activations='fp8'"),
@@ -45,7 +49,7 @@ RULES = [
 
 #: A recipe and an engine.
 MATCHES = [
-    ("delayed", "vllm", "takes no scales from earlier steps"),
+    *((3, None, "recipe is 3, a int; use a recipe object"), ("delayed", "vllm", "takes no scales from earlier steps")),
     ("blockwise", "vllm", "use_f32_scales.*weights twice"),
     (Float8CurrentScaling(use_power_2_scales=True), "vllm", "needs use_power_2_scales=False"),
     (Float8BlockScaling(w_block_scaling_dim=1), "deepgemm", "match='deepgemm' needs w_block_scaling_dim=2"),

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import DelayedScaling, fp8_uncompile, inspect, state
+from fp8pass import DelayedScaling, fp8_uncompile, inspect, state, state_dict_fp8
 from fp8pass.errors import ReleasedWeightError
 from fp8pass.weights import released as without_values
 from fp8pass.weights import releases
+from tests.support.cases import each
+from tests.support.engines import dequantized
 from tests.support.models import Net, mlp
 from tests.support.training import fp8, gradients, same
 
@@ -111,17 +113,19 @@ def test_new_values_are_taken_and_given_back_again():
     assert bytes_of(model) == 0
 
 
-def test_restored_values_are_those_of_the_copies_of_which_rowwise_keeps_two():
-    model, compiled = released("rowwise")
+@each("recipe", ["rowwise", "mxfp8"])
+def test_restored_values_and_exports_are_those_of_the_copies(recipe):
+    model, compiled = released(recipe)
     assert set(reasons(compiled).values()) == {None}
     assert model.base[0].weight.untyped_storage().nbytes() == 0
     torch.manual_seed(0)
     original, x = Adapted().base[0].weight, X[0]
     with torch.no_grad():
-        before = compiled(x)
+        before, exported = compiled(x), dict(state_dict_fp8(compiled))
         state(compiled).restore_weights()
         weight = model.base[0].weight
         assert type(weight) is nn.Parameter
+        assert same(dequantized(exported["base.0.weight"], exported["base.0.weight_scale"]), weight.data)
         assert 0 < (weight - original).abs().max() < 0.04 * original.abs().max()
         assert torch.equal(compiled(x), before), "the copies stay"
 

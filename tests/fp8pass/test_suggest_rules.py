@@ -12,9 +12,12 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, suggest_rules
 from fp8pass.errors import OptionError
+from fp8pass.rules import parse_rules
+from fp8pass.tools import probe
 from fp8pass.tools.suggest import spearman
 from lowering.formats import E4M3
 from tests.support.fp8 import rounded
+from tests.support.joint import two_ranks
 from tests.support.models import Decoder, mlp
 from tests.support.training import same
 
@@ -104,7 +107,7 @@ def test_what_it_returns(small, capsys):
     assert found.fp8_share >= 0.5
     assert sum(g.measured is not None for g in found.gemms) == 1
     assert json.loads(json.dumps(found.to_dict()))["rules"] == found.rules
-    assert "expected" in str(found)
+    assert "expected" in repr(found)
     compiled = fp8_compile(small, "delayed", backend="aot_eager", rules=found)
     small_step(compiled).backward()
     report = inspect(compiled)
@@ -126,6 +129,9 @@ def fails_with_moved_parameters(model):
     return small_step(model)
 
 
+WRONG = [{"keep": 1.1}, {"checks": -1}, {"step": 3}, {"model": 3}]
+
+
 @pytest.mark.parametrize(
     ("search", "error", "match"),
     [
@@ -135,7 +141,9 @@ def fails_with_moved_parameters(model):
         (lambda m: searched(m, lambda m: small_step(m) * next(COUNTER)), OptionError, "not repeatable"),
         (lambda m: searched(m, trains), OptionError, "step ran a backward"),
         (lambda m: searched(m, fails_with_moved_parameters), RuntimeError, "no more data"),
-        (lambda m: searched(m, keep=1.1), OptionError, "keep is 1.1"),
+        (lambda m: searched(m, lambda m: small_step(m).detach()), OptionError, "has no gradient; run the model without"),
+        (lambda m: searched(m, lambda m: small_step(m) * 0), OptionError, "the gradients of the step are 0"),
+        *((lambda m, o=o: searched(**{"model": m} | o), OptionError, f"{n} is {v}") for o in WRONG for n, v in o.items()),
         (lambda m: searched(fp8_compile(m, "current")), OptionError, "model is compiled"),
         (lambda m: searched(m, recipe=None), OptionError, "saved_activations='fp8'"),
     ],
@@ -146,6 +154,28 @@ def test_refused_and_the_model_is_left_as_it_was(small, search, error, match):
         search(small)
     assert all(torch.equal(p, q) for p, q in zip(small.parameters(), before, strict=True))
     assert error is OptionError or all(p.grad is None for p in small.parameters())
+
+
+def test_the_error_of_a_grouped_product_is_that_of_its_parts():
+    """Of experts, one of which has no rows, and of their gradients. Rows behind the last group count nowhere."""
+    a, b, experts, offs = torch.randn(48, 32), torch.randn(48, 16), torch.randn(3, 32, 16), torch.tensor([8, 8, 40])
+    parts, of = (slice(8), slice(8, 8), slice(8, 40)), (lambda x, parts=None: x.round(),) * 2
+    rows = [probe.product_error(a[part], expert, *of) for part, expert in zip(parts, experts, strict=True)]
+    torch.testing.assert_close(probe.product_error(a, experts, *of, offs), torch.cat([*rows, torch.zeros(8, 16)]))
+    weights = [probe.product_error(a.mT[:, part], b[part], *of) for part in parts]
+    torch.testing.assert_close(probe.product_error(a.mT, b, *of, offs), torch.stack(weights))
+
+
+def test_ranks_check_the_model_and_average_what_they_have(small):
+    """Of two ranks each hears its own numbers from the other, and sums of tensors stay one rank's."""
+    own = probe.Probe(small, parse_rules("current", None))
+    own.effects["a"], own.flops["a"], own.unknown = probe.Effect(3.0, 8.0), 5, {"a"}
+    with two_ranks():
+        assert same(probe.average([torch.ones(2), None]), [torch.full((2,), 0.5), None])
+        probe.average_effects(own)
+        assert (own.effects, own.flops, own.unknown) == ({"a": probe.Effect(3.0, 4.0)}, {"a": 10}, {"a"})
+        with pytest.raises(OptionError, match="pass its module"):
+            searched(nn.parallel.DistributedDataParallel(small))
 
 
 # -- saved values
@@ -178,6 +208,7 @@ def test_saved_values_are_ranked_by_their_effect_on_gradients():
     found = suggest_rules(model, loss_of_gates, None, 0.5, saved_activations="fp8", checks=0, progress=False)
     saved = {g.module: g for g in found.gemms if g.role == "saved"}
     assert saved.keys() == {f"layers.{i}.{j}" for i in (0, 1) for j in (0, 1)}
+    assert "bytes less; without rules" in str(found)
     loss = loss_of_gates(model)
     exact = torch.autograd.grad(loss, [*model.parameters()])
     rate = 0.01 * loss.item() / sum(g.square().sum() for g in exact).item()

@@ -13,8 +13,9 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_inductor_cache
 
-from fp8pass import fp8_compile, inspect, state
+from fp8pass import fp8_compile, inspect, requests, state
 from fp8pass.errors import NotTracedError, UnsupportedError
+from fp8pass.inputs import Needed
 from fp8pass.runtime import backend, cache
 from tests.support.cases import each
 from tests.support.models import mlp
@@ -144,6 +145,24 @@ def test_a_record_for_another_key_is_not_used(monkeypatch, caplog):
         assert inspect(again).cache == {"graph_0": use}
         assert same(first, second)
     assert [r.message for r in caplog.records if "compiled without it" in r.message]
+
+
+def test_what_a_graph_asks_for_comes_back_whole_or_not_at_all(caplog):
+    graph = inspect(start(backend="aot_eager")[0]).graphs[0].compiled
+    cache.remember("key", graph, Needed(7))
+    cache.remember("lambda", graph, lambda: 7)
+    assert cache.recall("key", graph) == Needed(7)
+    (path,) = requests.folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.recall("key", graph) == Needed()
+    path.unlink()
+    path.mkdir()
+    requests.RequestArtifact("key", b"").populate_cache()
+    for said in ("key is damaged, and is not used", "fp8pass cannot be written, so graphs with extra inputs are traced twice"):
+        assert [r for r in caplog.records if said in r.message]
+    assert 'TORCH_LOGS="' in cache._why_bypassed(graph.source)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert cache._why_bypassed(graph.source) == "torch caches no such graph: FX graph cache is not enabled"
 
 
 # -- other processes

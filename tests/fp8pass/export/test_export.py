@@ -222,13 +222,14 @@ def test_layouts_and_reads_that_no_format_has():
 def test_what_fails_names_the_cause_and_leaves_the_earlier_export(tmp_path):
     """Tensors in FP8 beside a config.json that does not say so would be loaded without their scales."""
     _, compiled, _ = trained("rowwise")
-    assert "layers.*.weight (x3): " in str(export_fp8(compiled, tmp_path))
+    assert "layers.*.weight (x3): " in repr(export_fp8(compiled, tmp_path))
     fresh, (model, odd, _) = fp8_compile(Model(), "rowwise", backend="aot_eager"), trained("rowwise")
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for call, message in (
         (lambda: export_fp8(compiled, tmp_path, "compressed_tensors"), "'compressed_tensors'. Did you mean 'compressed-tens"),
         (lambda: export_fp8(compiled, tmp_path, "fp8"), "has one per tensor or per 128x128 block"),
+        (lambda: export_fp8(compiled, tmp_path / "config.json"), "config.json is a file; pass a folder"),
         (lambda: export_fp8(odd, tmp_path), r"odd is torch\.complex64"),
         (lambda: state_dict_fp8(fresh), "Call the compiled model before"),
     ):
