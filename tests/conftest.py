@@ -29,6 +29,7 @@ from torch._functorch import config as functorch_config  # noqa: E402
 
 from tests.distributed import support as ranks  # noqa: E402
 from tests.support import suites, tracing  # noqa: E402
+from tests.support.backend import register_backend  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests replace parts of passes and count their runs, which a hit leaves out; those of the cache turn it on (test_warm.py).
     # Whoever sets torch's own variable runs the suite with it, which finds what a hit does not restore.
     functorch_config.enable_autograd_cache = os.environ.get("TORCHINDUCTOR_AUTOGRAD_CACHE") == "1"
+    register_backend()
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()

@@ -11,7 +11,6 @@ import torch
 
 from fp8pass import fp8_compile
 from fp8pass.options import CompileOptions
-from tests.support.backend import register_backend
 from tests.support.cases import each
 
 pytest.importorskip("sybil", reason="it runs the code of the pages (extra `dev`)")
@@ -54,7 +53,6 @@ def no_code_generation(request, monkeypatch):
 @pytest.mark.parametrize("path", [p for p in PAGES if any(language in LANGUAGES for language, _ in fences(p))], ids=name)
 def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    register_backend()
     try:
         for reason in run_page(path):
             assert reason.startswith("needs "), reason

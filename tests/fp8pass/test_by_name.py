@@ -14,17 +14,11 @@ from fp8pass.errors import OptionError
 from fp8pass.options import NAMES, CompileOptions
 from fp8pass.runtime import named_backend
 from fp8pass.runtime.wrap import session_of
-from tests.support.backend import register_backend
 from tests.support.models import BrokenBlock, ResidualMlp
 from tests.support.training import train
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OPTIONS = {"recipe": RECIPE, "backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register_backend()
 
 
 def compiled(model=None, /, mode=None, **options):

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8pass import fp8_compile, inspect
 from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, StrictError
-from tests.support.backend import register_backend
 from tests.support.models import Stack, mlp
 from tests.support.training import train
 
@@ -91,7 +90,6 @@ class Branches(nn.Module):
 def make(model, way="beside", **options):
     torch._dynamo.reset()
     if way == "name":
-        register_backend()
         return torch.compile(model, backend="fp8pass", options={"recipe": "current", "backend": "aot_eager", **options})
     return fp8_compile(model, "current", backend="aot_eager", in_place=way == "in place", **options)
 

@@ -12,7 +12,6 @@ from accelerate.utils import TorchDynamoPlugin
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import NotCompiledError
 from fp8pass.integrations.accelerate import keep_state
-from tests.support.backend import register_backend
 from tests.support.models import mlp
 from tests.support.training import same
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarnin
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    register_backend()
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -13,7 +13,6 @@ from fp8pass import DelayedScaling, inspect, state
 from fp8pass.errors import OptionError
 from fp8pass.integrations.torchtitan import Fp8Converter
 from fp8pass.runtime.wrap import session_of
-from tests.support.backend import register_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -71,7 +70,6 @@ def registry(converters):
 
 
 def apply_compile(model, backend="fp8pass", checkpoints=False):
-    register_backend()
     for name, block in list(model.layers.named_children()):
         block = checkpoint_wrapper(block) if checkpoints else block
         block.compile(backend=backend, fullgraph=True)
@@ -115,7 +113,6 @@ def test_blocks_train_with_one_session_and_the_models_paths(checkpoints):
 
 def test_blocks_that_were_compiled_by_inductor_run_in_fp8_and_others_are_an_error(capsys):
     """torchtitan refuses other names of backends where a model has FlexAttention."""
-    register_backend()
     model = registry([converter()]).build()
     with pytest.raises(OptionError, match=r"pass --compile\.enable"):
         train(model, 1)

@@ -54,7 +54,9 @@ def _recorded(graph: Capture, static: set[int]) -> Recorded:
             made.module, made.mutated_inputs, made.mutated_input_idxs, sorted(static)
         ),
         cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(dict(made.device_node_mapping)),
-        cudagraph_utils.get_input_storage_mutation_reason(cudagraph_utils.get_input_storage_mutation_info(made.module)),
         get_first_incompatible_cudagraph_node(made.module),
     ]
+    if hasattr(cudagraph_utils, "get_input_storage_mutation_info"):  # since torch 2.13
+        changed = cudagraph_utils.get_input_storage_mutation_info(made.module)
+        refusals.append(cudagraph_utils.get_input_storage_mutation_reason(changed))
     return Recorded(generated, copied, [r for r in refusals if r is not None], len(made.partition_maps or ()))
