@@ -1,9 +1,12 @@
 """Carrying out a plan: rows that a padded GEMM of a batch cuts off. tests/fp8pass/test_shapes.py has the forms of products."""
 
+import dataclasses
+
 import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect
+from tests.support.joint import calls, trace
 from tests.support.models import Net
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_LINEAR_E4M3
@@ -18,3 +21,10 @@ def test_cut_rows_of_a_batch_leave_no_gaps():
         assert found.stride() == wanted.stride()
         assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
     assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+def test_generated_code_reads_products_with_gaps_and_only_results_of_the_model_have_none():
+    joint = trace(nn.Sequential(*(nn.Linear(n, m) for n, m in ((32, 20), (20, 24)))), torch.randn(2, 16, 32), trains=False)
+    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, contiguous_outputs=False))
+    (copied,) = calls(joint.run().graph, torch.ops.aten.clone.default)
+    assert copied.meta["val"].shape == (32, 24)
