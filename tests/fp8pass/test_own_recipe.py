@@ -1,4 +1,4 @@
-"""Recipes from users' own files: the one of docs/recipes.md, and decisions that go wrong."""
+"""Recipes from users' own files: the one of docs/recipes.md, and decisions that go wrong; and copies for any quantization."""
 
 import dataclasses
 import re
@@ -8,12 +8,14 @@ import torch
 
 from fp8pass import inspect
 from fp8pass.errors import RecipeError
-from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom
+from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom, as_recipe
+from fp8pass.schemes import eager, scheme_of
+from fp8pass.schemes.copies import Layout
 from lowering.formats import E4M3, E5M2
 from tests.support.cases import each
 from tests.support.joint import calls, trace
 from tests.support.models import mlp
-from tests.support.training import fp8
+from tests.support.training import fp8, same
 
 pytest.importorskip("markdown_it")
 pytest.importorskip("sybil")
@@ -44,6 +46,21 @@ def test_own_recipes_have_options_and_stand_in_rules():
     found = {(g.module, g.role): g.recipe for g in inspect(compiled).gemms}
     assert found["2", "output"] == found["2", "grad_input"] == "blockwise forward"
     assert (found["2", "grad_weight"], found["0", "output"]) == (None, "current")
+
+
+@each("granularity, square", [*((g, False) for g in Granularity if g.value != "tensor_wise"), (Granularity.BLOCK_1X32, True)])
+def test_copies_that_travelled_are_those_of_a_cast(granularity, square):
+    x, quantization, recipe = torch.randn(264, 96), Quantization(E4M3, granularity, square=square), as_recipe("current")
+    values = eager.rounded(x, recipe, quantization, "weight")
+    for layout in (Layout(False, True), Layout(True, True)):
+        (made,) = eager.quantize(eager.CastKind(recipe, quantization, (layout,), x.dtype, x.device), [x])
+        is_turned = layout.columnwise and not scheme_of(quantization).has_one_copy(quantization)
+        data, scales = eager.compact(x, quantization, columnwise=is_turned)
+        for found, wanted in zip(eager.ready(data, scales, quantization, layout), made.data + made.scale_inv, strict=True):
+            assert same(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        held = eager.compact_values(data, scales, quantization)
+        assert same(held, values) or (is_turned and (held - x).norm() < 0.05 * x.norm())
+    assert same(eager.rounded(x[None], recipe, quantization, "input")[0], values)
 
 
 # -- decisions that go wrong

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass import DelayedScaling, Float8BlockScaling
+from fp8pass import DelayedScaling, Float8BlockScaling, inspect
 from fp8pass.graph import gathers
+from fp8pass.rewrite.report import gather_records
 from fp8pass.schemes.emitter import FIRST_STEP
 from tests.support.joint import calls, trace, two_ranks
 from tests.support.models import Net
+from tests.support.training import fp8, train
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 TILES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
@@ -42,8 +46,8 @@ class Gathering(nn.Linear):
         return out if self.read is None else (out, self.read(x))
 
 
-def square(forward):
-    return Net(forward, w=nn.Parameter(torch.randn(32, 32)))
+def weighted(forward, *shape):
+    return Net(forward, w=nn.Parameter(torch.randn(shape or (32, 32))))
 
 
 def addmm(m, x, of_addend=lambda x: x):
@@ -51,6 +55,11 @@ def addmm(m, x, of_addend=lambda x: x):
     return torch.addmm(of_addend(x), x, m.w)
 
 
+PART = "scales: a part of the gathered tensor has amaxes of its own, which its shards do not have"
+ENGINE = "scales: match=... quantizes as an inference engine does: whole tensors, not shards"
+GROUPED = "readers: a grouped GEMM reads it, whose operands are gathered in high precision"
+PARTS = "shape: ranks hold parts of rows, or sizes are dynamic"
+BLOCKS, ROWS, TILE = {"recipe": "blockwise"}, {"recipe": "rowwise"}, 1 + 4 / 128**2
 HIGH = "readers: {} reads the gathered tensor in high precision"
 TWO_RECIPES, BF16 = {"rules": {"*:grad_weight": "delayed"}}, {"dtype": torch.bfloat16}
 OWN = "scales: reduce_amax=False, so ranks scale the tensor differently"
@@ -63,13 +72,23 @@ CASES = {
     "dynamic rows, aligned columns": (Gathering(), (16, 32), {"dynamic": True}, PADDING, 1.0),
     "scales of its own on each rank": (Gathering(), (16, 32), {"recipe": DelayedScaling(reduce_amax=False)}, OWN, 1.0),
     "two recipes, two scales, bfloat16": (Gathering(), (16, 32), TWO_RECIPES | BF16, TWO_SCALES, 2.0),
-    "blocks end within a shard": (Gathering(256), (64, 256), {"recipe": "blockwise"}, BORDER, 2.0625),
+    "blocks end within a shard": (Gathering(256), (64, 256), BLOCKS, BORDER, 2.0625),
     # 128x128 tiles: one copy serves both orientations, with 4 / 128**2 of a scale.
-    "tiles, bfloat16": (Gathering(256), (128, 256), {"recipe": TILES} | BF16, None, 1 + 4 / 128**2),
+    "tiles, bfloat16": (Gathering(256), (128, 256), {"recipe": TILES} | BF16, None, TILE),
     "the model returns it": (Gathering(read=lambda x: x), (16, 32), {}, HIGH.format("the model's output"), 1.0),
-    "what a GEMM returns": (square(lambda m, x: gather(x @ m.w) @ m.w), (16, 32), {}, RESULT, 1.0),
-    "an addend": (square(addmm), (16, 32), {}, HIGH.format("addmm"), 1.0),
-    "of an addend": (square(lambda m, x: addmm(m, x, lambda x: x * 2)), (16, 32), {}, HIGH.format("mul"), 1.0),
+    "along the second dimension": (Gathering(dim=1), (2, 16, 32), {}, None, 1.0),
+    "blocks along the second dimension": (Gathering(256, dim=1), (2, 128, 256), BLOCKS, None, 2.0625),
+    "blocks of part": (weighted(lambda m, x: gather(x).split(128)[1] @ m.w, 256, 48), (128, 256), BLOCKS, None, 2.0625),
+    "tiles of a batch": (weighted(lambda m, x: x @ gather(m.w).flatten(0, 1).t(), 1, 128, 256), (16, 256), BLOCKS, None, TILE),
+    "rows of a batch": (Gathering().requires_grad_(False), (2, 16, 32), ROWS, None, 1.125),
+    "dynamic rows": (Gathering().requires_grad_(False), (16, 32), {"dynamic": True} | ROWS, PARTS, 1.125),
+    "a part": (weighted(lambda m, x: gather(x)[:16] @ m.w), (16, 32), {}, PART, 1.0),
+    "a part, with scales of columns": (weighted(lambda m, x: x @ gather(m.w)[:16].t()), (16, 32), ROWS, PART, 2.125),
+    "an engine's numbers": (Gathering(), (16, 32), {"match": "vllm"}, ENGINE, 2.125),
+    "a batch": (weighted(lambda m, x: torch.bmm(gather(x), m.w), 2, 32, 48), (1, 16, 32), {}, GROUPED, 1.0),
+    "what a GEMM returns": (weighted(lambda m, x: gather(x @ m.w) @ m.w), (16, 32), {}, RESULT, 1.0),
+    "an addend": (weighted(addmm), (16, 32), {}, HIGH.format("addmm"), 1.0),
+    "of an addend": (weighted(lambda m, x: addmm(m, x, lambda x: x * 2)), (16, 32), {}, HIGH.format("mul"), 1.0),
 }
 
 
@@ -78,8 +97,10 @@ def test_what_travels(case):
     model, shape, options, reason, bytes_per_element = CASES[case]
     dtype, options = options.get("dtype", torch.float32), {key: value for key, value in options.items() if key != "dtype"}
     x = torch.randn(shape).to(dtype).requires_grad_()
-    (found,) = trace(model.to(dtype), x, **{"recipe": "current"} | options).run("plan gathers").plan.gathers
+    plan = trace(model.to(dtype), x, **{"recipe": "current"} | options).run().plan
+    (found,), (record,) = plan.gathers, gather_records(plan)
     assert (found.reason and str(found.reason), found.bytes_per_element) == (reason, bytes_per_element)
+    assert (record.bytes_after < record.bytes_before, record.quantized) == (reason is None, reason is None)
 
 
 def two_weights(x, v, w):
@@ -104,6 +125,8 @@ def test_reductions_of_amaxes_are_merged_and_come_before_what_they_scale():
         assert [n.meta["val"].dtype for n in sent] == [torch.uint8] * 2
         order = {node: i for i, node in enumerate(graph.nodes)}
         assert all(order[reduction] < order[n] for n in sent)
+    (reduction,) = calls(gathering("rowwise").run().graph, c10d.all_reduce.default)
+    assert tuple(reduction.args[0].meta["val"].shape) == (32 + 32,), "of the columns of both"
 
 
 def test_what_is_gathered_again_in_backward_is_gathered_in_fp8():
@@ -125,3 +148,28 @@ def test_equal_gathers_are_merged_and_those_that_differ_are_not():
     assert (same[second], same[second.args[0]]) == (first, first.args[0])
     second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert gathers.equal_gathers(joint.graph) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "reason"),
+    [
+        (96, ROWS, None),
+        (256, BLOCKS, None),
+        (96, {"recipe": "current"}, None),
+        (96, {"recipe": "delayed"}, None),
+        (97, ROWS, "shape: not all ranks have 49 rows, and row scales are sent by all ranks or by none"),
+        (96, {"match": "vllm"} | ROWS, ENGINE),
+        (96, {"recipe": "rowwise_with_gw_hp"}, "bytes: forward and backward need copies with different scales"),
+        (96, BLOCKS, "shape: a block of scales crosses the border between two ranks' shards of 48 rows"),
+        (40, {"recipe": "current"}, "shape: its 40 rows are not a multiple of 16"),
+        (96, {"rules": {"*:grad_input": "delayed"}}, "bytes: GEMMs read it with 2 different scales"),
+    ],
+)
+def test_what_fsdp_gathers_in_fp8(rows, options, reason):
+    mesh, block = init_device_mesh("cpu", (2,)), Net(lambda m, x: m.inner(x), inner=nn.Linear(64, rows))
+    compiled = fp8(fully_shard(nn.Sequential(fully_shard(block, mesh=mesh)), mesh=mesh), fsdp_gather="fp8", **options)
+    for _ in range(2 if reason is None else 1):
+        train(compiled, torch.randn(16, 64, requires_grad=True))
+        torch.optim.SGD(block.parameters(), lr=0.1).step()
+    assert (reason is None, reason) in {(g.quantized, g.reason) for graph in inspect(compiled).graphs for g in graph.gathers}
+    assert block.inner.weight.grad.to_local().shape == ((rows + 1) // 2, 64)

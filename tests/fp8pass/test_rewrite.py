@@ -1,5 +1,6 @@
 """The rewrite of joint graphs: what is planned, what stays in high precision and why, operations gone and come, numbers."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from fp8pass import Float8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import ReasonKind
-from tests.support.joint import trace
+from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, Net
 from tests.support.numerics import sqnr
 from tests.support.training import assert_trains_as
@@ -73,6 +74,13 @@ def test_cut_rows_of_a_batch_leave_no_gaps():
         assert found.stride() == wanted.stride()
         assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
     assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+def test_generated_code_reads_products_with_gaps_and_only_results_of_the_model_have_none():
+    joint = trace(nn.Sequential(*(nn.Linear(n, m) for n, m in ((32, 20), (20, 24)))), torch.randn(2, 16, 32), trains=False)
+    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, contiguous_outputs=False))
+    (copied,) = calls(joint.run().graph, torch.ops.aten.clone.default)
+    assert copied.meta["val"].shape == (32, 24)
 
 
 # -- the plan of GEMMs

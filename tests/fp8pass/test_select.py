@@ -125,6 +125,7 @@ LOSSES = {  # with what they make of the GEMM of the logits
     "log probabilities": (lambda y, t: -y.log_softmax(-1).gather(-1, t[..., None]).mean(), "head"),
     "capped": (lambda y, t: F.cross_entropy((30 * torch.tanh(y / 30)).flatten(0, 1), t.flatten(), label_smoothing=0.1), "head"),
     "in chunks": (in_chunks, "head"),
+    "turned": (lambda y, t: F.cross_entropy(y.mT[0, :, 1:][None], t[:1, 1:]), "head"),
     "quotient": (lambda y, t: -(y.exp().gather(-1, t[..., None]) / y.exp().sum(-1, keepdim=True)).log().mean(), "head"),
     "probabilities": (lambda y, t: y.softmax(-1).gather(-1, t[..., None]).mean(), "fp8"),
     "over positions": (lambda y, t: y.log_softmax(1).mean(), "fp8"),  # not over the GEMM's columns

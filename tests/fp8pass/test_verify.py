@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.cursor import Cursor, pin
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.verify_partitioned import prepare_checked
@@ -83,7 +83,7 @@ def test_operands_of_another_value_format_or_size():
     refused(work, f"{node.name}: N is 20, not a multiple of 16")
 
 
-def test_another_use_of_the_state_and_records_that_the_partitioner_might_move():
+def test_another_use_of_the_state_and_casts_and_records_that_the_partitioner_might_move():
     work = fresh()
     (state,) = work.state.values()
     extra = cursor(work, work.graph.output_node()).call(aten.clone.default, state.scale)
@@ -97,6 +97,15 @@ def test_another_use_of_the_state_and_records_that_the_partitioner_might_move():
     node = calls(work.graph, ops.record_amax.default)[1]
     node.meta["partitioner_tag"] = "is_backward"
     refused(work, f"{node.name} {uses}")
+    for edit, message in (
+        (lambda work, cast: pin(cast, backward=False), "is tagged must_be_in_forward, the plan says not pinned"),
+        (lambda work, cast: cast.meta.update(partitioner_tag="is_backward"), "the plan quantizes 0:input before addmm"),
+        (lambda work, cast: calls(work.graph, aten.gelu.default)[1].meta.pop("recompute"), "is saved, the plan recomputes it"),
+        (lambda work, cast: calls(work.graph, ops.record_amax.default)[0].update_arg(1, cast), "are not slots of the state"),
+    ):
+        work = fresh()
+        edit(work, next(n for n in calls(work.graph, ops.cast.default) if len(n.args[0]) > 1))
+        refused(work, message)
 
 
 # -- what is done to partitioned graphs
