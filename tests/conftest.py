@@ -29,7 +29,6 @@ from torch._functorch import config as functorch_config  # noqa: E402
 
 from tests.distributed import support as ranks  # noqa: E402
 from tests.support import suites, tracing  # noqa: E402
-from tests.support.backend import register_backend  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
@@ -54,10 +53,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests replace parts of passes and count their runs, which a hit leaves out; those of the cache turn it on (test_warm.py).
     # Whoever sets torch's own variable runs the suite with it, which finds what a hit does not restore.
     functorch_config.enable_autograd_cache = os.environ.get("TORCHINDUCTOR_AUTOGRAD_CACHE") == "1"
-    register_backend()
+    _register_backend()
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()
+
+
+def _register_backend() -> None:
+    """Let torch know the backend "fp8pass" where the package is not installed with its entry point, or is an earlier one."""
+    from torch._dynamo.backends import registry
+
+    from fp8pass.runtime.named_backend import fp8pass_backend
+
+    registry._lazy_import()  # reads the entry points
+    if "fp8pass" not in registry._COMPILER_FNS:
+        registry.register_backend(fp8pass_backend, name="fp8pass")
+    assert registry.lookup_backend("fp8pass") is fp8pass_backend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

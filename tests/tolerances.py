@@ -63,3 +63,10 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.double()
     difference = (actual.double() - expected).norm().item()
     return difference / expected.norm().item() if difference else 0.0
+
+
+def sqnr(reference: torch.Tensor, x: torch.Tensor) -> float:
+    """Signal to quantization noise of x, in dB, computed in float64."""
+    reference, x = reference.detach().double(), x.detach().double()
+    noise = (reference - x).norm()
+    return float("inf") if noise == 0 else float(20 * torch.log10(reference.norm() / noise))

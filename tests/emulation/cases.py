@@ -16,8 +16,7 @@ from benchmarks.contestants import steady
 from fp8pass import fp8_compile, state
 from tests.emulation.casts import emulated_h200
 from tests.support.models import LlamaBlock
-from tests.support.numerics import sqnr
-from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
+from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED, sqnr
 
 
 @dataclasses.dataclass(frozen=True)

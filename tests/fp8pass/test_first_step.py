@@ -14,9 +14,8 @@ from fp8pass import DelayedScaling, state
 from tests.support import training
 from tests.support.cases import each
 from tests.support.models import Net, mlp
-from tests.support.numerics import sqnr
 from tests.support.training import assert_equal, compiled_step, fp8, same
-from tests.tolerances import SQNR_MODEL_OUTPUT
+from tests.tolerances import SQNR_MODEL_OUTPUT, sqnr
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -11,9 +11,8 @@ from tests.support.cases import each
 from tests.support.copies import CastNode
 from tests.support.models import Net
 from tests.support.moe import RECIPES, Experts, FallbackExperts, GatheredExperts, MoE, expected, offsets
-from tests.support.numerics import sqnr
 from tests.support.training import fp8, step
-from tests.tolerances import SQNR_MODEL_GRADIENT
+from tests.tolerances import SQNR_MODEL_GRADIENT, sqnr
 
 SIZES = (0, 1, 7, 15, 16, 17, 127, 128, 129, 0)
 ALL_IN_ONE = (0, 0, 0, sum(SIZES), 0, 0, 0, 0, 0, 0)

@@ -11,9 +11,8 @@ from fp8pass import Float8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import ReasonKind
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, Net
-from tests.support.numerics import sqnr
 from tests.support.training import assert_trains_as
-from tests.tolerances import SQNR_LINEAR_E4M3
+from tests.tolerances import SQNR_LINEAR_E4M3, sqnr
 
 ops = torch.ops.lowering
 

@@ -23,9 +23,9 @@ from tests.support.cases import each
 from tests.support.joint import calls
 from tests.support.models import Net, Stack, mlp
 from tests.support.mutations import mutations
-from tests.support.numerics import sqnr
 from tests.support.training import assert_equal, compiled_step
 from tests.support.training import step as one_step
+from tests.tolerances import sqnr
 
 X = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(2))
 PLAIN = {"saved_activations": None}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.numerics import sqnr
+from tests.tolerances import sqnr
 
 VOCABULARY, LENGTH = 64, 16
 

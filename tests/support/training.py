@@ -10,8 +10,7 @@ from torch import nn
 
 from fp8pass import fp8_compile
 from tests.support.models import mlp
-from tests.support.numerics import sqnr
-from tests.tolerances import SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+from tests.tolerances import SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT, sqnr
 
 
 def mean_square(out: torch.Tensor) -> torch.Tensor:

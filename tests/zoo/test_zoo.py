@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8pass import fp8_compile, inspect
 from fp8pass.errors import ReasonKind
 from tests.support.cases import rest
-from tests.support.numerics import sqnr
 from tests.support.training import Step, assert_close
-from tests.tolerances import NEGLIGIBLE_GRADIENT
+from tests.tolerances import NEGLIGIBLE_GRADIENT, sqnr
 from tests.zoo.models import MIXTURES, TORCH, TRANSFORMERS
 
 aten = torch.ops.aten
