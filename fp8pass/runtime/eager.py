@@ -612,13 +612,13 @@ def left_eager(code: CodeType) -> str | None:
 
 def why_eager() -> tuple[str, bool, str]:
     """Why the caller runs eagerly within a compiled model, if the user means it to, and "file:line" of the user's code. What a
-    frame at its limit calls runs eagerly because of it, whatever Dynamo met there in other calls."""
+    frame at its limit or behind a `torch.compiler.disable` calls is eager for that reason, whatever Dynamo met there else."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     reason = ""
     while frame is not None and not _begins_call(frame):
         code = frame.f_code
-        if not reason and (meant := _disabled(frame)) is not None:
+        if (meant := _disabled(frame)) is not None:
             return meant, True, _line(innermost)
         if not code.co_filename.startswith((_TORCH, _OWN)):
             innermost = innermost or frame
