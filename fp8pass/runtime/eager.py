@@ -612,7 +612,7 @@ def left_eager(code: CodeType) -> str | None:
 
 def why_eager() -> tuple[str, bool, str]:
     """Why the caller runs eagerly within a compiled model, if the user means it to, and "file:line" of the user's code. What a
-    frame at its limit or behind a `torch.compiler.disable` calls is eager for that reason, whatever Dynamo met there else."""
+    frame at its limit or behind `torch.compiler.disable` calls is eager for that, whatever Dynamo met there in other calls."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     reason = ""

@@ -134,7 +134,7 @@ class Releases:
         given = {weight: _given(weight, used) for held in weights.values() for weight in held}
         there = {w: tensors for w, tensors in given.items() if tensors is not None and w.made is not None}
         fresh = {w for w, tensors in there.items() if w.is_made_of(self._cache.origin(tensors))}
-        root = self._root() if weights else None
+        root = self._root() if any(self._readers.get(used[i]) is None for i in weights) else None  # else all are decided
         embedded = set() if root is None else {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding)}
         trains = root is not None and any(p.requires_grad for p in root.parameters())
         reasons = {i: self._obstacle(used[i], w, fresh, has_breaks, embedded, trains) for i, w in weights.items()}
